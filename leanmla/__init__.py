@@ -1,0 +1,43 @@
+"""LeanMLA: MLA decode attention with latent KV caches in bf16, fp8 and MXFP4.
+
+Importing this package touches no GPU and needs no Triton.
+"""
+
+from __future__ import annotations
+
+from .cache import LatentCache
+from .decode import CapturedDecode, DecodePlan, merge_states, mla_decode
+from .errors import (
+    BackendUnavailable,
+    CapacityExceeded,
+    InvalidArgument,
+    InvalidDtype,
+    InvalidTable,
+    LeanMLAError,
+    MissingScale,
+    PlanMismatch,
+)
+from .page_table import PageTable
+from .problem import DIMS, DecodeProblem, MLADims
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DIMS",
+    "BackendUnavailable",
+    "CapacityExceeded",
+    "CapturedDecode",
+    "DecodePlan",
+    "DecodeProblem",
+    "InvalidArgument",
+    "InvalidDtype",
+    "InvalidTable",
+    "LatentCache",
+    "LeanMLAError",
+    "MLADims",
+    "MissingScale",
+    "PageTable",
+    "PlanMismatch",
+    "merge_states",
+    "mla_decode",
+]

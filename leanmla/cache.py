@@ -1,0 +1,432 @@
+"""``LatentCache``: the tensors of one layer's latent KV cache and the format they are in."""
+
+from __future__ import annotations
+
+import torch
+
+from . import formats
+from .errors import InvalidArgument, InvalidDtype, MissingScale
+from .formats import CacheFormat
+from .formats.elements import MX_SCALE_RULES
+from .formats.mxfp4 import NUM_BLOCKS
+from .problem import DIMS
+
+__all__ = ["LatentCache"]
+
+_QUANTIZE_ROWS = 1 << 16  # rows quantised at a time on the host: bounds fp32 temporaries to ~150 MB
+
+
+class LatentCache:
+    """Pages of latent vectors in one cache format.
+
+    Make one with :meth:`allocate` or wrap tensors you have with :meth:`from_tensors`; nothing is ever copied.
+
+    Attributes:
+        format: the :class:`~leanmla.formats.CacheFormat`.
+        data: [num_pages, page_size, W] in the format's storage dtype (uint8, or bf16 for ``bf16``); any page and token
+            stride, last stride 1.
+        scale: None; fp32 [1] for ``fp8``; uint8 E8M0 [num_pages, page_size, 18] for ``mxfp4``.
+    """
+
+    def __init__(
+        self, data: torch.Tensor, scale: torch.Tensor | None, *, format: CacheFormat, mx_scale_rule: str, scale_is_set: bool
+    ) -> None:
+        # Use allocate() or from_tensors(): they check and bring tensors into the internal form.
+        self.format = format
+        self.data = data
+        self.scale = scale
+        self.mx_scale_rule = mx_scale_rule
+        self._scale_is_set = scale_is_set
+        self._saturated: torch.Tensor | None = None
+
+    # -- making one ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def allocate(
+        cls,
+        num_pages: int,
+        page_size: int,
+        *,
+        format: str | CacheFormat,
+        device: torch.device | str = "cpu",
+        scale: torch.Tensor | float | None = None,
+        mx_scale_rule: str = "even",
+    ) -> LatentCache:
+        """An empty cache of ``num_pages`` pages.
+
+        Args:
+            num_pages, page_size: pages, and tokens a page; at least 1 each.
+            format: "bf16", "fp8", "mxfp4" or "fp8_tile128".
+            device: where.
+            scale: ``fp8`` only: the tensor's scale. None takes amax / 448 of the first :meth:`append`, after which it
+                stays fixed.
+            mx_scale_rule: ``mxfp4`` only: "even" or "floor".
+
+        Raises:
+            InvalidArgument: a count is not positive, or an option does not belong to the format.
+
+        Example:
+            >>> cache = LatentCache.allocate(4, 64, format="mxfp4")
+            >>> cache.bytes_per_token
+            306
+        """
+        fmt = formats.get(format)
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidArgument(f"{name}: expected a positive integer, got {value!r}.")
+        data = torch.zeros(num_pages, page_size, fmt.data_width, dtype=fmt.storage_dtype, device=device)
+        if fmt.scale_kind == "block":
+            if scale is not None:
+                raise InvalidArgument(
+                    f"scale: format '{fmt.name}' finds its own scales, got {type(scale).__name__}. Leave it out."
+                )
+            scale_tensor: torch.Tensor | None = torch.zeros(num_pages, page_size, NUM_BLOCKS, dtype=torch.uint8, device=device)
+        elif fmt.scale_kind == "per_tensor":
+            scale_tensor = torch.full((1,), torch.nan, dtype=torch.float32, device=device)
+            if scale is not None:
+                scale_tensor.copy_(_per_tensor_scale(scale, data.device))
+        else:
+            _no_scale(scale, fmt)
+            scale_tensor = None
+        return cls(
+            data, scale_tensor, format=fmt, mx_scale_rule=_mx_rule(mx_scale_rule),
+            scale_is_set=fmt.scale_kind != "per_tensor" or scale is not None,
+        )  # fmt: skip
+
+    @classmethod
+    def from_tensors(
+        cls,
+        data: torch.Tensor,
+        scale: torch.Tensor | float | None = None,
+        *,
+        format: str | CacheFormat,
+        page_size: int,
+        mx_scale_rule: str = "even",
+    ) -> LatentCache:
+        """Wrap existing tensors without a copy.
+
+        Args:
+            data: [num_pages, page_size, W], [num_pages, page_size, 1, W], [tokens, 1, W] or [tokens, W], where W is 576
+                (``bf16``, ``fp8``), 288 (``mxfp4``) or 656 (``fp8_tile128``). Strided views of larger buffers are
+                fine as long as the last dim is contiguous. In the token forms tokens must be a multiple of page_size.
+            scale: ``fp8``: fp32 [1]. ``mxfp4``: E8M0 bytes [>= tokens, >= 18], [num_pages, page_size, >= 18] or
+                [tokens, 1, >= 18]; padding is never read. Otherwise None.
+            format: the cache format's name.
+            page_size: tokens a page.
+            mx_scale_rule: the rule that :meth:`append` follows for ``mxfp4``.
+
+        Raises:
+            InvalidArgument: shape, stride or device; InvalidDtype: dtype; MissingScale: no scale where one is needed.
+        """
+        fmt = formats.get(format)
+        if not isinstance(data, torch.Tensor):
+            raise InvalidArgument(f"data: expected a tensor, got {type(data).__name__}.")
+        if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
+            raise InvalidArgument(f"page_size: expected a positive integer, got {page_size!r}.")
+        width = data.shape[-1] if data.ndim else 0
+        if width != fmt.data_width:
+            hint = (
+                "If rope is stored apart, join the two first."
+                if width == DIMS.kv_lora_rank
+                else f"The layout is: {fmt.layout}."
+            )
+            raise InvalidArgument(f"data: last dim of format '{fmt.name}' must be {fmt.data_width}, got {width}. {hint}")
+        if data.stride(-1) != 1:
+            raise InvalidArgument(
+                f"data: the last dim must be contiguous, got strides {data.stride()}. Copy it once with .contiguous(), or keep the "
+                "cache in that form."
+            )
+        data = _paged(fmt.as_storage(data), page_size, "data")
+        if fmt.scale_kind == "per_tensor":
+            if scale is None:
+                raise MissingScale(
+                    f"scale: format '{fmt.name}' needs its fp32 [1] scale, got None. Pass the scale the values were divided by."
+                )
+            scale_tensor: torch.Tensor | None = _per_tensor_scale(scale, data.device)
+        elif fmt.scale_kind == "block":
+            scale_tensor = _block_scales(scale, data)
+        else:
+            _no_scale(scale, fmt)
+            scale_tensor = None
+        return cls(data, scale_tensor, format=fmt, mx_scale_rule=_mx_rule(mx_scale_rule), scale_is_set=True)
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the cache."""
+        return self.data.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.data.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Slots in the cache."""
+        return self.data.shape[0] * self.data.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+        return self.data.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes a decode step reads for each key, block scales included."""
+        return self.format.bytes_per_token
+
+    @property
+    def scale_is_set(self) -> bool:
+        """False for an ``fp8`` cache whose scale still waits for the first append."""
+        return self._scale_is_set
+
+    @property
+    def saturation_count(self) -> int:
+        """Values that :meth:`append` clipped to the format's largest so far. Reads device memory (a sync on a GPU)."""
+        return 0 if self._saturated is None else int(self._saturated)
+
+    @property
+    def saturation_counter(self) -> torch.Tensor:
+        """The int64 scalar behind :attr:`saturation_count`, on the cache's device."""
+        if self._saturated is None:
+            self._saturated = torch.zeros((), dtype=torch.int64, device=self.device)
+        return self._saturated
+
+    def __repr__(self) -> str:
+        mib = self.num_tokens * self.bytes_per_token / 2**20
+        return (
+            f"LatentCache({self.format.name}, {self.num_pages} pages x {self.page_size} tokens, {mib:.1f} MiB, {self.device})"
+        )
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def append(self, latent: torch.Tensor, slots: torch.Tensor) -> None:
+        """Quantise rows and scatter them to their slots.
+
+        On a GPU with Triton this is one kernel without a host sync; elsewhere torch operations with the same bits.
+
+        Args:
+            latent: [n, 576] or [n, 1, 576], bf16, fp16 or fp32.
+            slots: int32 or int64 [n], ``page * page_size + offset``; -1 skips a row. Two rows must not share a slot.
+
+        Raises:
+            InvalidArgument: shapes, dtypes or devices; on the CPU also a slot outside the cache. Nothing is written then.
+        """
+        if latent.ndim == 3 and latent.shape[1] == 1:
+            latent = latent.squeeze(1)
+        self.format._check_latent(latent)
+        self._check_slots(slots, latent.shape[0], latent.device)
+        if latent.shape[0] == 0:
+            return
+        if not self._scale_is_set:
+            assert self.scale is not None
+            counted = torch.where((slots >= 0)[:, None], latent.float(), 0.0)
+            self.scale.copy_(self.format.scale_of(counted))  # type: ignore[attr-defined]
+            self._scale_is_set = True
+        launcher = _gpu_append(self)
+        if launcher is not None:
+            launcher.append(self, latent, slots)
+            return
+        for lo in range(0, latent.shape[0], _QUANTIZE_ROWS):
+            self._append_torch(latent[lo : lo + _QUANTIZE_ROWS], slots[lo : lo + _QUANTIZE_ROWS])
+
+    def append_split(self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor) -> None:
+        """:meth:`append` with the compressed latent and the rope part apart, as models produce them.
+
+        Args:
+            kv_c: [n, 512]; k_pe: [n, 64] or [n, 1, 64]; same dtype. slots: as in :meth:`append`.
+        """
+        if k_pe.ndim == 3 and k_pe.shape[1] == 1:
+            k_pe = k_pe.squeeze(1)
+        for name, t, width in (("kv_c", kv_c, DIMS.kv_lora_rank), ("k_pe", k_pe, DIMS.qk_rope_head_dim)):
+            if t.ndim != 2 or t.shape[1] != width:
+                raise InvalidArgument(f"{name}: expected [n, {width}], got {list(t.shape)}.")
+        if kv_c.shape[0] != k_pe.shape[0] or kv_c.dtype != k_pe.dtype or kv_c.device != k_pe.device:
+            raise InvalidArgument(
+                f"k_pe: expected {kv_c.shape[0]} rows of {kv_c.dtype} on {kv_c.device} like kv_c, got {k_pe.shape[0]} rows of "
+                f"{k_pe.dtype} on {k_pe.device}."
+            )
+        launcher = _gpu_append(self) if self._scale_is_set else None
+        if launcher is None or kv_c.shape[0] == 0:
+            self.append(torch.cat((kv_c, k_pe), dim=1), slots)
+            return
+        self.format._check_latent(kv_c.new_empty(0, DIMS.qk_head_dim))
+        self._check_slots(slots, kv_c.shape[0], kv_c.device)
+        launcher.append_split(self, kv_c, k_pe, slots)
+
+    def _append_torch(self, latent: torch.Tensor, slots: torch.Tensor) -> None:
+        keep = slots >= 0
+        rows = self.format.quantize(latent[keep], scale=self.scale if self.format.scale_kind == "per_tensor" else None,
+                                    mx_scale_rule=self.mx_scale_rule)  # fmt: skip
+        kept = slots[keep].long()
+        page, offset = kept // self.page_size, kept % self.page_size
+        self.data.index_put_((page, offset), rows.data)
+        if self.format.scale_kind == "block":
+            assert self.scale is not None and rows.scale is not None
+            self.scale.index_put_((page, offset), rows.scale)
+        self.saturation_counter.add_(rows.saturated)
+
+    def _check_slots(self, slots: torch.Tensor, n: int, device: torch.device) -> None:
+        if slots.dtype not in (torch.int32, torch.int64):
+            raise InvalidDtype(f"slots: expected int32 or int64, got {slots.dtype}. Convert with .to(torch.int64).")
+        if slots.ndim != 1 or slots.numel() != n:
+            raise InvalidArgument(f"slots: expected [{n}], one slot a row of latent, got {list(slots.shape)}.")
+        if slots.device != self.device or device != self.device:
+            raise InvalidArgument(
+                f"append: latent on {device} and slots on {slots.device} must be on the cache's device {self.device}. Move them there."
+            )
+        if self.device.type == "cpu" and n and (int(slots.max()) >= self.num_tokens or int(slots.min()) < -1):
+            bad = int(slots.max()) if int(slots.max()) >= self.num_tokens else int(slots.min())
+            raise InvalidArgument(
+                f"slots: expected -1 (skip) or 0..{self.num_tokens - 1}, got {bad}. A slot is page * page_size + offset."
+            )
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def gather(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values at some slots, dequantised: int64 [n] -> [n, 576]."""
+        self.require_scale()
+        page, offset = slots // self.page_size, slots % self.page_size
+        scale = self.scale[page, offset] if self.format.scale_kind == "block" and self.scale is not None else self.scale
+        return self.format.dequantize(self.data[page, offset], scale, dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The whole cache as values, [num_pages, page_size, 576]. For inspection and tests: it is a full copy."""
+        self.require_scale()
+        return self.format.dequantize(self.data, self.scale, dtype)
+
+    def as_tokens(self) -> LatentCache:
+        """The same storage seen as pages of one token, for tables without pages.
+
+        Raises:
+            InvalidArgument: pages do not follow each other in memory (a view with gaps between pages).
+        """
+        if self.page_size == 1:
+            return self
+
+        def flat(name: str, t: torch.Tensor) -> torch.Tensor:
+            if self.num_pages > 1 and t.stride(0) != t.shape[1] * t.stride(1):
+                raise InvalidArgument(
+                    f"{name}: a contiguous table needs pages that follow each other, got page stride {t.stride(0)} for "
+                    f"{t.shape[1]} tokens of stride {t.stride(1)}. Use a page table (from_csr or from_block_table)."
+                )
+            return t.as_strided((self.num_tokens, 1, t.shape[2]), (t.stride(1), t.stride(1), 1), t.storage_offset())
+
+        scale = self.scale
+        if self.format.scale_kind == "block":
+            assert scale is not None
+            scale = flat("scale", scale)
+        view = LatentCache(
+            flat("data", self.data),
+            scale,
+            format=self.format,
+            mx_scale_rule=self.mx_scale_rule,
+            scale_is_set=self._scale_is_set,
+        )
+        return view
+
+    def require_scale(self) -> None:
+        """Refuse an ``fp8`` cache that has no scale yet."""
+        if not self._scale_is_set:
+            raise MissingScale("cache: this 'fp8' cache has no scale yet. Append once, or pass scale= to LatentCache.allocate.")
+
+
+def _paged(t: torch.Tensor, page_size: int, name: str) -> torch.Tensor:
+    """[num_pages, page_size, W] view of any of the accepted shapes."""
+    if t.ndim == 4 and t.shape[2] == 1 and t.shape[1] == page_size:
+        return t.squeeze(2)
+    if t.ndim == 3 and t.shape[1] == page_size:
+        return t
+    if t.ndim == 3 and t.shape[1] == 1:
+        t = t.squeeze(1)
+    if t.ndim == 2:
+        if t.shape[0] % page_size:
+            raise InvalidArgument(
+                f"{name}: {t.shape[0]} tokens do not fill pages of {page_size}. Pass a multiple, or page_size=1 with a contiguous table."
+            )
+        return t.unflatten(0, (t.shape[0] // page_size, page_size))
+    raise InvalidArgument(
+        f"{name}: expected [num_pages, {page_size}, W], [num_pages, {page_size}, 1, W], [tokens, 1, W] or [tokens, W], got {list(t.shape)}. "
+        "There is one KV head; page_size must agree with the shape."
+    )
+
+
+def _block_scales(scale: torch.Tensor | float | None, data: torch.Tensor) -> torch.Tensor:
+    """uint8 [num_pages, page_size, 18] view of the E8M0 tensor of an mxfp4 cache."""
+    num_pages, page_size = data.shape[:2]
+    if scale is None:
+        raise MissingScale(
+            f"scale: format 'mxfp4' needs its E8M0 scales [>= {num_pages * page_size}, >= {NUM_BLOCKS}], got None. Pass the second tensor."
+        )
+    if not isinstance(scale, torch.Tensor):
+        raise InvalidArgument(f"scale: format 'mxfp4' takes a tensor of E8M0 bytes, got {type(scale).__name__}.")
+    e8m0 = getattr(torch, "float8_e8m0fnu", None)
+    if scale.dtype not in (torch.uint8, e8m0):
+        raise InvalidDtype(
+            f"scale: format 'mxfp4' takes float8_e8m0fnu or uint8 bytes, got {scale.dtype}. Do not convert to float."
+        )
+    if scale.device != data.device:
+        raise InvalidArgument(f"scale: expected on the cache's device {data.device}, got {scale.device}. Move it there.")
+    if scale.dtype != torch.uint8:
+        scale = scale.view(torch.uint8)
+    if scale.ndim == 4 and scale.shape[2] == 1:
+        scale = scale.squeeze(2)
+    if scale.ndim == 3 and scale.shape[1] == 1 and page_size != 1:
+        scale = scale.squeeze(1)
+    tokens = num_pages * page_size
+    fits = scale.shape[-1] >= NUM_BLOCKS and (
+        (scale.ndim == 2 and scale.shape[0] >= tokens)
+        or (scale.ndim == 3 and scale.shape[0] >= num_pages and scale.shape[1] == page_size)
+    )
+    if not fits:
+        raise InvalidArgument(
+            f"scale: expected [>= {tokens}, >= {NUM_BLOCKS}] or [{num_pages}, {page_size}, >= {NUM_BLOCKS}] (one row a token, one byte per "
+            f"32 values), got {list(scale.shape)}."
+        )
+    if scale.stride(-1) != 1:
+        raise InvalidArgument(f"scale: the last dim must be contiguous, got strides {scale.stride()}. Call .contiguous().")
+    rows: torch.Tensor = scale[:tokens].unflatten(0, (num_pages, page_size)) if scale.ndim == 2 else scale[:num_pages]
+    return rows[..., :NUM_BLOCKS]
+
+
+def _per_tensor_scale(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    if not isinstance(scale, torch.Tensor):
+        value = float(scale)
+        if not 0.0 < value < float("inf"):
+            raise InvalidArgument(f"scale: expected a positive finite number, got {scale!r}.")
+        return torch.full((1,), value, dtype=torch.float32, device=device)
+    if scale.dtype != torch.float32:
+        raise InvalidDtype(f"scale: expected float32, got {scale.dtype}. Convert with .float().")
+    if scale.numel() != 1:
+        raise InvalidArgument(f"scale: format 'fp8' has one scale for the whole tensor, expected [1], got {list(scale.shape)}.")
+    if scale.device != device:
+        raise InvalidArgument(f"scale: expected on the cache's device {device}, got {scale.device}. Move it there.")
+    return scale.reshape(1)
+
+
+def _no_scale(scale: object, fmt: CacheFormat) -> None:
+    if scale is not None:
+        raise InvalidArgument(
+            f"scale: format '{fmt.name}' has no scale tensor ({fmt.layout}), got {type(scale).__name__}. Leave it out."
+        )
+
+
+def _mx_rule(rule: str) -> str:
+    if rule not in MX_SCALE_RULES:
+        raise InvalidArgument(f"mx_scale_rule: expected one of {MX_SCALE_RULES}, got {rule!r}.")
+    return rule
+
+
+def _gpu_append(cache: LatentCache):
+    """The module with the one-launch append kernels, or None where torch operations serve."""
+    if cache.device.type != "cuda":
+        return None
+    from .device import triton_missing
+
+    if triton_missing() is not None:
+        return None
+    from .kernels.triton import append
+
+    return append

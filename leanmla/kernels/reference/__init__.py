@@ -1,0 +1,1 @@
+"""The definition of the operator, offered as a backend."""
