@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -322,7 +323,7 @@ class DecodePlan:
         logit_cap: float = 0.0,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
-        pool: tuple[int, int] | None = None,
+        pool: Any = None,
     ) -> CapturedDecode:
         """Record one step as a CUDA graph and return a callable that replays it.
 

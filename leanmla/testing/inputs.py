@@ -1,0 +1,154 @@
+"""Tensors for a case: shuffled pages, and poison wherever nothing may be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import formats
+from ..cache import LatentCache
+from ..page_table import PageTable
+from ..problem import DIMS
+from .cases import DecodeCase
+
+__all__ = ["DecodeInputs", "make_inputs", "poison_storage"]
+
+#: Stands in page-table slots that hold no page: any use of it as an address faults or is caught by the checks.
+UNUSED_PAGE_ID = 2147480000
+
+
+@dataclass
+class DecodeInputs:
+    """Everything a call needs; ``out`` is pre-filled with NaN."""
+
+    case: DecodeCase
+    q: torch.Tensor
+    cache: LatentCache
+    table: PageTable
+    qo_indptr: torch.Tensor | None
+    out: torch.Tensor
+    key_slots: torch.Tensor  #: int64, slots that hold keys; every other slot is unused
+
+    @property
+    def options(self) -> dict:
+        """Keyword arguments shared by mla_decode, DecodePlan.run and the reference."""
+        return dict(
+            sm_scale=self.case.sm_scale,
+            qo_indptr=self.qo_indptr,
+            causal=self.case.causal,
+            logit_cap=self.case.logit_cap,
+        )
+
+    @property
+    def splits(self) -> dict:
+        """Keyword arguments that choose the splits."""
+        return dict(num_kv_splits=self.case.num_kv_splits, split_size=self.case.split_size)
+
+
+def poison_storage(cache: LatentCache, slots: torch.Tensor) -> None:
+    """Overwrite slots with the worst their format can hold: NaN values, NaN scales."""
+    page, offset = slots // cache.page_size, slots % cache.page_size
+    if cache.format.name == "bf16":
+        cache.data[page, offset] = torch.nan
+    elif cache.format.name == "mxfp4":
+        cache.data[page, offset] = 0x77
+        assert cache.scale is not None
+        cache.scale[page, offset] = 255
+    else:
+        # 0x7F is NaN as e4m3fn; 0x7F7F7F7F is a huge fp32 scale and 0x7F7F a huge bf16.
+        cache.data[page, offset] = 0x7F
+
+
+def make_inputs(case: DecodeCase, *, seed: int = 0, device: torch.device | str = "cpu", poison: bool = True) -> DecodeInputs:
+    """Fresh random data for a case.
+
+    Pages are shuffled over a pool with spare pages. With ``poison`` every slot that holds no key is NaN and unused table
+    entries are absurd; without, they are zeros and page 0: the two must give the same result bit for bit.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    device = torch.device(device)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.q_dtype]
+    rows, lens, page = case.rows, case.kv_lens, case.page_size
+    total_q = sum(rows)
+
+    # -- where the keys lie
+    if case.table == "contiguous":
+        offsets = torch.tensor([0, *lens]).cumsum(0)
+        table = PageTable.contiguous(offsets.to(torch.int32).to(device))
+        num_pages = -(-(int(offsets[-1]) + 3) // page)
+        slots = torch.arange(int(offsets[-1]))
+    else:
+        pages_of = [-(-n // page) for n in lens]
+        num_pages = sum(pages_of) + 3
+        pool = torch.randperm(num_pages, generator=gen)
+        starts = torch.tensor([0, *pages_of]).cumsum(0)
+        ids = [pool[int(starts[b]) : int(starts[b + 1])] for b in range(case.batch)]
+        slots = torch.cat(
+            [(ids[b][:, None] * page + torch.arange(page)).flatten()[:n] for b, n in enumerate(lens)] or [torch.zeros(0)]
+        ).long()
+        unused = UNUSED_PAGE_ID if poison else 0
+        if case.table == "csr":
+            flat = torch.cat([*ids, torch.full((5,), unused)]).to(torch.int32)
+            last = torch.tensor([(n - 1) % page + 1 if n else 0 for n in lens], dtype=torch.int32)
+            table = PageTable.from_csr(starts.to(torch.int32).to(device), flat.to(device), last.to(device), page_size=page)
+        else:
+            block_table = torch.full((case.batch, max(pages_of, default=0) + 1), unused, dtype=torch.int32)
+            for b, own in enumerate(ids):
+                block_table[b, : len(own)] = own.to(torch.int32)
+                if poison and not len(own):
+                    block_table[b] = -1
+            table = PageTable.from_block_table(
+                block_table.to(device), torch.tensor(lens, dtype=torch.int32).to(device), page_size=page
+            )
+
+    # -- the keys
+    latent = torch.randn(len(slots), DIMS.qk_head_dim, generator=gen)
+    if case.logit_shift:
+        # One rope coordinate carries the shift: exact powers of two times the row factor, in every format.
+        latent[:, -1] = 1.0
+        latent[:, DIMS.kv_lora_rank : -1] *= 0.0
+    if case.cache_scale is None and not len(slots):
+        case = case.replace(cache_scale=1.0)  # nothing to take a scale from
+    cache = _cache(case, num_pages, device)
+    cache.append(latent.to(torch.bfloat16).to(device), slots.to(device))
+    if poison:
+        unused_slots = torch.ones(cache.num_tokens, dtype=torch.bool)
+        unused_slots[slots] = False
+        poison_storage(cache, unused_slots.nonzero().flatten().to(device))
+
+    # -- the queries
+    q = torch.randn(total_q, case.num_heads, DIMS.qk_head_dim, generator=gen) * case.q_std
+    if case.logit_shift:
+        q[..., DIMS.kv_lora_rank :] = 0.0
+        q[..., -1] = case.logit_shift / case.sm_scale
+    q = q.to(dtype).to(device)
+    out = torch.full((total_q, case.num_heads, DIMS.v_head_dim), torch.nan, dtype=dtype, device=device)
+    if case.strided:
+        wide = torch.full((total_q, case.num_heads + 2, DIMS.qk_head_dim + 24), torch.nan, dtype=dtype, device=device)
+        wide[:, 1:-1, 8:-16] = q
+        q = wide[:, 1:-1, 8:-16]
+        wide_out = torch.full((total_q, case.num_heads + 2, DIMS.v_head_dim + 8), torch.nan, dtype=dtype, device=device)
+        out = wide_out[:, 1:-1, :-8]
+    qo_indptr = None
+    if isinstance(case.q_lens, tuple):
+        qo_indptr = torch.tensor([0, *rows]).cumsum(0).to(torch.int32).to(device)
+    return DecodeInputs(case, q, cache, table, qo_indptr, out, slots.to(device))
+
+
+def _cache(case: DecodeCase, num_pages: int, device: torch.device) -> LatentCache:
+    scale = case.cache_scale
+    if not case.strided:
+        given = scale if case.format == "fp8" else None
+        return LatentCache.allocate(num_pages, case.page_size, format=case.format, device=device, scale=given)
+    # One plane of a buffer for several layers, with a gap between tokens too.
+    fmt = formats.get(case.format)
+    gap = 16 if fmt.storage_dtype == torch.uint8 else 8
+    planes = torch.zeros(3, num_pages, case.page_size, fmt.data_width + gap, dtype=fmt.storage_dtype, device=device)
+    data = planes.transpose(0, 1)[:, 1, :, : fmt.data_width]
+    scales: torch.Tensor | float | None = None
+    if fmt.scale_kind == "block":
+        scales = torch.full((num_pages * case.page_size + 7, 24), 255, dtype=torch.uint8, device=device)
+    elif fmt.scale_kind == "per_tensor":
+        scales = torch.full((1,), 4.5 / 448 if scale is None else scale, dtype=torch.float32, device=device)
+    return LatentCache.from_tensors(data, scales, format=fmt, page_size=case.page_size)
