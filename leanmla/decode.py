@@ -74,13 +74,14 @@ def mla_decode(
         >>> mla_decode(q, cache, table, sm_scale=576**-0.5).shape
         torch.Size([1, 16, 512])
     """
-    if not torch.compiler.is_compiling() and type(q) is torch.Tensor:
+    plain = not isinstance(q, torch.Tensor) or type(q) in (torch.Tensor, torch.nn.Parameter)
+    if plain and not torch.compiler.is_compiling():
         return _decode(
             q, cache, table, sm_scale=sm_scale, qo_indptr=qo_indptr, causal=causal, logit_cap=logit_cap, out=out,
             return_lse=return_lse, num_kv_splits=num_kv_splits, backend=backend, split_size=split_size,
             max_q_len=max_q_len, check_contents=check_contents,
         )  # fmt: skip
-    # Traced: everything below the operator's boundary, checks included, happens when the graph runs.
+    # Traced (or a tensor subclass, such as a fake tensor): everything below the operator's boundary, checks included, happens when the graph runs.
     shared = (
         q, cache.data, cache.scale, cache.format.name, cache.scale_is_set, table.kind, table.page_size, table.page_ids,
         table.kv_indptr, table.kv_last_page_len, table.cache_seqlens, qo_indptr, sm_scale, causal, logit_cap, num_kv_splits,
@@ -435,8 +436,11 @@ def merge_states(
     if not out.is_floating_point() or not lse.is_floating_point():
         raise InvalidDtype(f"outs, lses: expected floating point, got {out.dtype} and {lse.dtype}.")
     lse = lse.float()
-    # amax would pass NaN or not depending on the device; logsumexp keeps it everywhere.
-    total = torch.logsumexp(lse, dim=0)
-    weight = torch.exp(lse - torch.where(total == -torch.inf, 0.0, total))
+    top = lse.amax(0)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weight = torch.exp(lse - top)
+    total = weight.sum(0)
+    # Selected, not multiplied: a state without keys may hold anything, and 0 * NaN is NaN.
     parts = torch.where((lse == -torch.inf)[..., None], 0.0, weight[..., None] * out.float())
-    return parts.sum(0).to(out.dtype), total
+    merged = parts.sum(0) / torch.where(total == 0, 1.0, total)[..., None]
+    return merged.to(out.dtype), top + torch.log(total)
