@@ -6,12 +6,12 @@ import contextlib
 import functools
 import importlib.util
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DeviceInfo", "describe", "override", "triton_missing"]
+__all__ = ["DeviceInfo", "describe", "free_memory", "last_level_cache", "missing", "override", "triton_missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,24 @@ class DeviceInfo:
 
 
 _override: DeviceInfo | None = None
+_assumed: frozenset[str] = frozenset()
 
 
 @contextlib.contextmanager
-def override(info: DeviceInfo) -> Iterator[None]:
-    """Make :func:`describe` answer ``info`` for every device (tests, ``explain`` for a machine one does not have)."""
-    global _override
-    before, _override = _override, info
+def override(info: DeviceInfo | None, *, assume_installed: Iterable[str] = ()) -> Iterator[None]:
+    """Make :func:`describe` answer ``info`` for every device (tests, ``explain`` for a machine one does not have).
+
+    Args:
+        info: the device to pretend; None keeps the real ones.
+        assume_installed: packages that :func:`missing` takes to be there, whatever this machine has.
+    """
+    global _override, _assumed
+    before = _override, _assumed
+    _override, _assumed = info, frozenset(assume_installed)
     try:
         yield
     finally:
-        _override = before
+        _override, _assumed = before
 
 
 def describe(device: torch.device | str) -> DeviceInfo:
@@ -94,8 +101,59 @@ def _host_memory() -> int:
         return 0
 
 
-def triton_missing() -> str | None:
-    """Why Triton cannot be used, or None. Does not import it."""
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed (pip install triton)"
+def free_memory(device: torch.device | str) -> int:
+    """Bytes that can still be allocated on a device, container limits included; 0 where unknown."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [n for n in (_meminfo_available(), _cgroup_headroom()) if n is not None]
+    return min(free, default=0)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
     return None
+
+
+def _cgroup_headroom() -> int | None:
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit, encoding="ascii") as f, open(used, encoding="ascii") as g:
+                return max(0, int(f.read()) - int(g.read()))  # int("max") is a ValueError: no limit
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def last_level_cache(device: torch.device | str) -> int:
+    """Bytes of the cache in front of a device's memory (a GPU's L2, a CPU's L3); 32 MiB where unknown."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 32 << 20
+    try:
+        with open("/sys/devices/system/cpu/cpu0/cache/index3/size", encoding="ascii") as f:
+            return int(f.read().strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 32 << 20
+
+
+def missing(package: str) -> str | None:
+    """Why a package cannot be used, or None. Does not import it."""
+    if package in _assumed or importlib.util.find_spec(package) is not None:
+        return None
+    title = package.capitalize() if package == "triton" else package
+    return f"needs {title}, which is not installed (pip install {package})"
+
+
+def triton_missing() -> str | None:
+    """:func:`missing` for Triton."""
+    return missing("triton")
