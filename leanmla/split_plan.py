@@ -98,11 +98,14 @@ class SplitPlan:
 def choose_chunk(blocks: Sequence[int] | np.ndarray, *, num_workers: int, max_splits: int | None = None) -> int:
     """The chunk, in blocks, for the balanced mode: a sequence of ``n`` blocks gets ``ceil(n / chunk)`` items.
 
-    For each candidate chunk the model is ``waves * (largest item + overhead)`` with
-    ``waves = ceil(items / num_workers)``; the smallest wins, ties go to the larger chunk (fewer partials).
+    An item costs its blocks plus :data:`ITEM_OVERHEAD_BLOCKS`. For each candidate chunk the model is
+    ``waves * unit``: ``unit`` is the cost of the largest item and ``waves = ceil(cost of all items / (unit * num_workers))``,
+    so small items count for what they are; but some worker runs ``ceil(items / num_workers)`` items, so it is at least that
+    many of the smallest. The lowest cost wins, ties go to the larger chunk (fewer partials).
 
     Worked example: 64 sequences of 128 blocks on 264 workers have an ideal share of ceil(8192 / 264) = 32; at 32
-    each sequence gets 4 items, 256 items are one wave of 32 + 1. At 16 it would be 512 items, two waves of 17.
+    each sequence gets 4 items, all 256 cost 256 * 33 <= 264 * 33: one wave of 33. At 16 it would be 512 items of 17, two
+    waves, 34.
 
     Args:
         blocks: key blocks of each sequence.
@@ -121,9 +124,11 @@ def choose_chunk(blocks: Sequence[int] | np.ndarray, *, num_workers: int, max_sp
         splits = np.maximum(-(-blocks // chunk), 1)
         if max_splits is not None:
             splits = np.minimum(splits, max_splits)
-        waves = -(-int(splits.sum()) // num_workers)
-        largest = int((-(-blocks // splits)).max())
-        cost = waves * (largest + ITEM_OVERHEAD_BLOCKS)
+        items = int(splits.sum())
+        unit = int((-(-blocks // splits)).max()) + ITEM_OVERHEAD_BLOCKS
+        smallest = int((blocks // splits).min()) + ITEM_OVERHEAD_BLOCKS
+        waves = -(-(total + items * ITEM_OVERHEAD_BLOCKS) // (unit * num_workers))
+        cost = max(waves * unit, -(-items // num_workers) * smallest)
         # Candidates ascend, so "<=" hands ties to the larger chunk.
         if best_cost is None or cost <= best_cost:
             best_cost, best_chunk = cost, chunk

@@ -71,6 +71,8 @@ def test_fixed_size_does_not_depend_on_the_batch(lens, size):
         ([1024] * 4, 264, 64, 0.2),  # 16 blocks each: no more work than blocks
         ([131072] + [1024] * 31, 264, 240, 0.8),
         ([131072], 264, 256, 0.95),
+        ([8192, 1024], 2, 3, 0.8),  # few workers and a skew: the long sequence must be cut
+        ([131072, 1024, 1024, 0], 8, 4, 0.85),
     ],
 )
 def test_known_balance(lens, workers, items, balance):
@@ -86,7 +88,10 @@ def test_model_cost_is_never_worse_than_no_split(lens, workers):
 
     def cost(c):
         splits = [max(1, -(-b // c)) for b in blocks]
-        return -(-sum(splits) // workers) * (max(-(-b // s) for b, s in zip(blocks, splits, strict=True)) + 1)
+        unit = max(-(-b // s) for b, s in zip(blocks, splits, strict=True)) + 1
+        waves = -(-(sum(blocks) + sum(splits)) // (unit * workers))
+        smallest = min(b // s for b, s in zip(blocks, splits, strict=True)) + 1
+        return max(waves * unit, -(-sum(splits) // workers) * smallest)
 
     assert cost(chunk) <= cost(max(blocks))
 

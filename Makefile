@@ -1,0 +1,47 @@
+# Two commands on a fresh machine with Python 3.11 or newer and make:
+#   make run     the main job on this machine's CPU (or GPU): decode over every cache format, checked and timed
+#   make test    all tests
+# Others: make lint, make types, make clean. PYTHON=python3.12 chooses an interpreter.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run test lint types ci clean
+.DELETE_ON_ERROR:
+
+run: $(VENV)/.installed
+	$(BIN)/leanmla run
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+ci: lint types test
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "leanmla needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "could not create a virtual environment; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (torch is large: the first time takes a few minutes)"
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV) with the test tools (torch is large: the first time takes a few minutes)"
+	$(PIP) --editable '.[dev,plot]'
+	$(PIP) triton || echo "triton has no wheel for this machine: its tests will be skipped"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
