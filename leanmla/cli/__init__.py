@@ -1,0 +1,101 @@
+"""The command line: picks the command, and turns what went wrong into a sentence and an exit code.
+
+Exit codes: 0 all right; 1 a result is wrong; 2 the request cannot be served; 130 interrupted; 141 the reader of our output
+went away. One file a command; a command module has ``add_arguments(parser)`` and ``main(args, out) -> int``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "main"]
+
+#: command -> one line for ``leanmla --help``; the module is ``leanmla.cli.<command>``.
+COMMANDS: dict[str, str] = {
+    "run": "decode the contest's ranked cases with every cache format on this machine, checked",
+    "check": "run the correctness grid and report the worst case of every kind",
+    "bench": "check, then time: against measured ceilings and whatever peers are installed",
+    "explain": "which backend runs a problem, why not the others, and the schedule",
+    "info": "versions, hardware, settings, and what each backend can run here",
+    "contest": "run submissions to the mixed-mla contest",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (``sys.argv`` by default) and return its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets "?", not a traceback
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\nleanmla: interrupted; no file was left half-written.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python flushes stdout once more at exit: give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(argv: list[str]) -> int:
+    parser, commands = _parser()
+    command = next((a for a in argv if not a.startswith("-")), None)
+    if command in commands:
+        _fill(commands[command], command)
+    if not argv:
+        parser.print_help()
+        return 0
+    args = parser.parse_args(argv)
+
+    from ..errors import LeanMLAError
+    from .output import Output
+
+    try:
+        with Output(json_path=args.json, quiet=args.quiet) as out:
+            return args.run(args, out)
+    except LeanMLAError as error:
+        print(f"leanmla {command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    parser = argparse.ArgumentParser(
+        prog="leanmla",
+        description="MLA decode attention with latent KV caches in bf16, fp8 and MXFP4.",
+        epilog="leanmla COMMAND --help says more. Exit codes: 0 all right, 1 a result is wrong, 2 cannot be served.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = {name: subparsers.add_parser(name, help=text, description=_sentence(text)) for name, text in COMMANDS.items()}
+    return parser, commands
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def _fill(parser: argparse.ArgumentParser, command: str) -> None:
+    """Give a command its own options; only the command that runs is imported."""
+    module = importlib.import_module(f"leanmla.cli.{command}")
+    module.add_arguments(parser)
+    taken = parser._option_string_actions
+    if "--json" not in taken:
+        parser.add_argument("--json", metavar="FILE", help="also write the results as JSON; - for stdout")
+    if "--quiet" not in taken:
+        parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run=module.main)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, *_):
+        from .. import __version__
+
+        print(f"leanmla {__version__}")
+        parser.exit()

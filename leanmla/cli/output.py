@@ -1,0 +1,120 @@
+"""Where a command's words go: tables, progress and JSON, each only if wanted."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..bench.results import check_writable, dump_json, write_json
+
+__all__ = ["Output", "Steps", "new_table"]
+
+#: Width where the output is no terminal (rich would take 80).
+PLAIN_WIDTH = 100
+#: Seconds between progress lines where stderr is no terminal.
+PLAIN_INTERVAL = 15.0
+
+
+class _PipeConsole(Console):
+    """A console that lets a broken pipe reach ``leanmla.cli.main``, which is silent about it."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _console(stream) -> Console:
+    width = None if stream.isatty() else PLAIN_WIDTH
+    return _PipeConsole(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """A plain table. A column whose name starts with ">" is aligned to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD,
+                  padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return table
+
+
+class Steps:
+    """Progress of one long piece of work; see :meth:`Output.steps`."""
+
+    def __init__(self, total: int, what: str, progress: Progress | None, console: Console | None) -> None:
+        self.total, self.done, self.what = total, 0, what
+        self._progress, self._console = progress, console
+        self._task = progress.add_task(what, total=total) if progress else None
+        self._start = self._last = time.monotonic()
+
+    def now(self, label: str) -> None:
+        """Say what is being done."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=f"{self.what}: {label}")
+        elif self._console is not None and time.monotonic() - self._last >= PLAIN_INTERVAL:
+            self._last = time.monotonic()
+            elapsed = self._last - self._start
+            left = f", about {elapsed / self.done * (self.total - self.done):.0f} s left" if self.done else ""
+            self._console.print(f"{self.what}: {self.done}/{self.total}, {elapsed:.0f} s{left}; now {label}", markup=False)
+
+    def advance(self, steps: int = 1) -> None:
+        """Some steps are done."""
+        self.done += steps
+        if self._progress is not None:
+            self._progress.update(self._task, completed=self.done)
+
+
+class Output:
+    """Prints for people on stdout (on stderr with ``--json -``), progress on stderr, JSON to a file or stdout.
+
+    Args:
+        json_path: where JSON goes; "-" is stdout; None writes none.
+        quiet: print nothing.
+    """
+
+    def __init__(self, *, json_path: str | None = None, quiet: bool = False) -> None:
+        self.json_path, self.quiet = json_path, quiet
+        if json_path not in (None, "-"):
+            check_writable(Path(json_path))  # before the work, not after it
+        self.console = _console(sys.stderr if json_path == "-" else sys.stdout)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def print(self, *things: Any) -> None:
+        """Print tables and text for people. Text is taken as it is, without markup."""
+        if not self.quiet:
+            for thing in things:
+                self.console.print(thing, markup=False)
+
+    def json(self, document: dict) -> None:
+        """Hand over the results: written whole or not at all. Call it before printing tables."""
+        if self.json_path == "-":
+            sys.stdout.write(dump_json(document))
+        elif self.json_path is not None:
+            write_json(Path(self.json_path), document)
+
+    @contextmanager
+    def steps(self, total: int, what: str) -> Iterator[Steps]:
+        """Show progress with an estimate: a bar on a terminal, a line now and then elsewhere."""
+        if self.quiet:
+            yield Steps(total, what, None, None)
+            return
+        console = _console(sys.stderr)
+        if not console.is_terminal:
+            yield Steps(total, what, None, console)
+            return
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn(),
+                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as progress:
+            yield Steps(total, what, progress, None)
