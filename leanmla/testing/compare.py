@@ -113,8 +113,8 @@ def compare(
         max_lse_error = float(lse_error.max())
         if bool((lse_error > lse_bound).any()):
             at = int((lse_error - lse_bound).argmax())
-            row, head = divmod(at, lse.shape[1])
+            lse_row, lse_head = divmod(at, lse.shape[1])
             problems.append(
-                f"lse[{row}, {head}] = {float(lse.flatten()[at]):.7g}, expected {float(want_lse.flatten()[at]):.7g}"
+                f"lse[{lse_row}, {lse_head}] = {float(lse.flatten()[at]):.7g}, expected {float(want_lse.flatten()[at]):.7g}"
             )
     return Report(not problems, total, worst_ratio, max_lse_error, "; ".join(problems))

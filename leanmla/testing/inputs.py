@@ -33,17 +33,17 @@ class DecodeInputs:
     @property
     def options(self) -> dict:
         """Keyword arguments shared by mla_decode, DecodePlan.run and the reference."""
-        return dict(
-            sm_scale=self.case.sm_scale,
-            qo_indptr=self.qo_indptr,
-            causal=self.case.causal,
-            logit_cap=self.case.logit_cap,
-        )
+        return {
+            "sm_scale": self.case.sm_scale,
+            "qo_indptr": self.qo_indptr,
+            "causal": self.case.causal,
+            "logit_cap": self.case.logit_cap,
+        }
 
     @property
     def splits(self) -> dict:
         """Keyword arguments that choose the splits."""
-        return dict(num_kv_splits=self.case.num_kv_splits, split_size=self.case.split_size)
+        return {"num_kv_splits": self.case.num_kv_splits, "split_size": self.case.split_size}
 
 
 def poison_storage(cache: LatentCache, slots: torch.Tensor) -> None:
