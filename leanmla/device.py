@@ -147,11 +147,16 @@ def last_level_cache(device: torch.device | str) -> int:
 
 
 def missing(package: str) -> str | None:
-    """Why a package cannot be used, or None. Does not import it."""
-    if package in _assumed or importlib.util.find_spec(package) is not None:
+    """Why a package (or a module inside one) cannot be used, or None. Does not import it, only its parents."""
+    if package.partition(".")[0] in _assumed:
         return None
-    title = package.capitalize() if package == "triton" else package
-    return f"needs {title}, which is not installed (pip install {package})"
+    try:
+        if importlib.util.find_spec(package) is not None:
+            return None
+    except ModuleNotFoundError:  # a parent is missing
+        pass
+    title = "Triton" if package == "triton" else package
+    return f"needs {title}, which is not installed (pip install {package.partition('.')[0]})"
 
 
 def triton_missing() -> str | None:
