@@ -1,0 +1,70 @@
+"""Timed calls and their statistics."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import utils
+
+__all__ = ["Stats", "geometric_mean", "settled", "summarize", "time_call"]
+
+_RELATIVE_ERROR = 1e-3  #: of the mean, at which more calls would tell nothing new
+_LEAST_RUNS = 3
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Statistics over timed calls, nanoseconds."""
+
+    runs: int
+    mean: float
+    std: float
+    err: float  #: standard error of the mean
+    best: float
+    worst: float
+
+
+def summarize(durations: Sequence[float]) -> Stats:
+    """Statistics of durations in nanoseconds."""
+    runs = len(durations)
+    std = statistics.stdev(durations) if runs > 1 else 0.0
+    return Stats(runs, statistics.fmean(durations), std, std / math.sqrt(runs), float(min(durations)), float(max(durations)))
+
+
+def settled(durations: Sequence[float]) -> bool:
+    """Whether the error of the mean is below 0.1 %."""
+    if len(durations) < _LEAST_RUNS:
+        return False
+    stats = summarize(durations)
+    return stats.err < _RELATIVE_ERROR * stats.mean
+
+
+def time_call(call: Callable[[], object], device: torch.device) -> tuple[object, float]:
+    """Run ``call`` once, cold: its result and its duration in nanoseconds.
+
+    On a GPU the last-level cache is flushed first and device events mark begin and end, so what the host does counts only as
+    far as the device waits for it. On a CPU the wall clock counts and nothing is flushed.
+    """
+    if device.type != "cuda":
+        begin = time.perf_counter_ns()
+        result = call()
+        return result, float(time.perf_counter_ns() - begin)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    utils.clear_l2_cache()
+    start.record()
+    result = call()
+    end.record()
+    torch.cuda.synchronize()
+    return result, start.elapsed_time(end) * 1e6
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The contest's score over the cases' means."""
+    return math.exp(statistics.fmean(math.log(v) for v in values)) if values else math.nan

@@ -1,0 +1,286 @@
+"""The process that a submission runs in: takes requests as JSON lines from one pipe, answers on another.
+
+Before each piece of the submission's code it writes a ``{"event": ...}`` line, so that whoever waits can tell a hang from a
+long job. It is started by :mod:`leanmla.contest.runner`, which see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_FOLLOWS = 0.8  # cosine to the reference below which an output does not follow its inputs; correct 4-bit caches have 0.98
+_SAME = 0.99  # cosine between two outputs above which they are taken to be one
+
+
+class _Failure(Exception):
+    """A submission is at fault; the text is one sentence for its author."""
+
+
+class Worker:
+    """One submission, loaded."""
+
+    def __init__(self, submission: Path, device: str, say: Callable[[dict[str, Any]], None]) -> None:
+        self._say = say
+        self._event("prepare")
+        self._prepare(submission, device)
+        self._event("import")
+        self._kernel = self._load(submission)
+
+    def _event(self, what: str) -> None:
+        self._say({"event": what})
+
+    def _prepare(self, submission: Path, device: str) -> None:
+        import torch
+
+        if device == "cpu":
+            from . import cpu_as_cuda
+
+            cpu_as_cuda.enable()
+        from .. import compat
+        from . import reference, task, utils
+
+        reference.DEVICE = device
+        sys.modules.update({"task": task, "reference": reference, "utils": utils})
+        # On a CPU even an installed aiter is of no use: it needs its GPU.
+        if device == "cpu" or importlib.util.find_spec("aiter") is None:
+            compat.install("aiter", force=True)
+        sys.path.insert(0, str(submission.parent))
+        self._torch, self._reference, self._utils = torch, reference, utils
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+
+    def _load(self, submission: Path) -> Callable[[Any], Any]:
+        spec = importlib.util.spec_from_file_location("submission", submission)
+        if spec is None or spec.loader is None:
+            raise _Failure(f"The submission {submission.name} is not a Python file.")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["submission"] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException as error:
+            traceback.print_exc()
+            raise _Failure(f"The submission could not be imported: {_one_line(error)}.") from error
+        kernel = getattr(module, "custom_kernel", None)
+        if not callable(kernel):
+            raise _Failure("The submission has no function custom_kernel(data).")
+        return kernel
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def test(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One checked call, and the same again after the inputs changed in place."""
+        data = self._reference.generate_input(**request["case"])
+        return self._checked(data, request)[0]
+
+    def benchmark(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A check, then timed calls on the same inputs."""
+        from .timing import settled, summarize, time_call
+
+        data = self._reference.generate_input(**request["case"])
+        answer, expected = self._checked(data, request)
+        durations: list[float] = []
+        begin = time.perf_counter()
+        output = None
+        while len(durations) < request["max_runs"]:
+            self._event("call")
+            output, ns = self._guard(lambda: time_call(lambda: self._kernel(data), self._device))
+            durations.append(ns)
+            if settled(durations) or (len(durations) >= 3 and self._over(begin, durations, request)):
+                break
+        self._require(output, expected, "The output of the last timed call is wrong")
+        return {**answer, "stats": dataclasses.asdict(summarize(durations))}
+
+    def leaderboard(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A check, then timed calls, each on fresh inputs and checked."""
+        from .timing import settled, summarize, time_call
+
+        case = dict(request["case"])
+        data = self._reference.generate_input(**case)
+        answer, _ = self._checked(data, request)
+        durations: list[float] = []
+        begin = time.perf_counter()
+        while len(durations) < request["max_runs"]:
+            case["seed"] += 13
+            fresh = self._reference.generate_input(**case)  # while the previous inputs still hold their addresses
+            expected = self._reference.ref_kernel(fresh)
+            data = fresh
+            self._event("call")
+            output, ns = self._guard(lambda inputs=fresh: time_call(lambda: self._kernel(inputs), self._device))
+            self._require(output, expected, f"Wrong on fresh inputs, call {len(durations) + 1}")
+            durations.append(ns)
+            if settled(durations) or (len(durations) >= 3 and self._over(begin, durations, request)):
+                break
+        return {**answer, "stats": dataclasses.asdict(summarize(durations))}
+
+    def profile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """torch.profiler's table of one call."""
+        torch = self._torch
+        from torch.profiler import ProfilerActivity, profile
+
+        data = self._reference.generate_input(**request["case"])
+        expected = self._reference.ref_kernel(data)
+        self._event("call")
+        self._guard(lambda: self._kernel(data))  # compiles, so that the profiled call shows the steady state
+        self._sync()
+        gpu = self._device.type == "cuda"
+        self._event("call")
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiler:
+            output = self._guard(lambda: self._kernel(data))
+            self._sync()
+        self._require(output, expected, "Wrong")
+        key = "self_device_time_total" if gpu else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=20)
+        return {"ok": True, "report": table, **self._quality(output, expected, torch)}
+
+    # -- pieces -------------------------------------------------------------------------------------------------------
+
+    def _checked(self, data: Any, request: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Check one call on ``data``; afterwards ``data`` holds other values, whose reference is returned too."""
+        torch, reference = self._torch, self._reference
+        expected = reference.ref_kernel(data)  # before the submission can touch the inputs
+        self._event("call")
+        output = self._guard(lambda: self._kernel(data))
+        self._sync()
+        self._require(output, expected, "Wrong")
+        answer = {"ok": True, **self._quality(output, expected, torch)}
+        first = output.clone()
+
+        # New keys in the same tensors: an output kept from before, or anything made from the old keys, shows.
+        other = reference.generate_input(**{**request["case"], "seed": request["case"]["seed"] + 1})
+        self._copy_into(data[1], other[1])
+        changed = reference.ref_kernel(data)
+        self._event("call")
+        output = self._guard(lambda: self._kernel(data))
+        self._sync()
+        self._require(output, changed, "Wrong after kv_data changed in place")
+        if self._cosine(output, changed) < _FOLLOWS:
+            if self._cosine(output, first) > _SAME:
+                raise _Failure(
+                    "The result is stale: kv_data changed in place, at the same addresses, and the output is still the one of the old values."
+                )
+            raise _Failure(
+                f"The result does not follow kv_data when it changes in place (cosine {self._cosine(output, changed):.2f} to the reference)."
+            )
+        # A new query in the same tensor. The contest never does that, so it is worth a remark, not a verdict.
+        self._copy_into(data[0], other[0])
+        expected = reference.ref_kernel(data)
+        self._event("call")
+        output = self._guard(lambda: self._kernel(data))
+        self._sync()
+        if not self._matches(output, expected) or self._cosine(output, expected) < _FOLLOWS:
+            note = "Something made from q is kept by its address: when q changes in place, the output is stale."
+            if request.get("strict"):
+                raise _Failure(note)
+            answer["note"] = note
+            expected = self._unmoved(data, request)
+        return answer, expected
+
+    def _unmoved(self, data: Any, request: dict[str, Any]) -> Any:
+        """Put the first query back, for a submission that would not see another one in its place."""
+        original = self._reference.generate_input(**request["case"])
+        self._copy_into(data[0], original[0])
+        return self._reference.ref_kernel(data)
+
+    def _copy_into(self, to: Any, source: Any) -> None:
+        if isinstance(to, dict):
+            for key in to:
+                self._copy_into(to[key], source[key])
+        elif isinstance(to, tuple):
+            for t, s in zip(to, source):
+                self._copy_into(t, s)
+        elif to.dtype.itemsize == 1:
+            to.view(self._torch.uint8).copy_(source.view(self._torch.uint8))
+        else:
+            to.copy_(source)
+
+    def _matches(self, output: Any, expected: Any) -> bool:
+        return self._utils.compare(output, expected, rtol=self._reference.RTOL, atol=self._reference.ATOL)[0]
+
+    def _require(self, output: Any, expected: Any, what: str) -> None:
+        good, reason = self._utils.compare(output, expected, rtol=self._reference.RTOL, atol=self._reference.ATOL)
+        if not good:
+            raise _Failure(reason if what == "Wrong" else f"{what}: {reason[0].lower()}{reason[1:]}")
+
+    def _cosine(self, a: Any, b: Any) -> float:
+        a, b = a.double().flatten(), b.double().flatten()
+        size = float(a.norm() * b.norm())
+        return float(a @ b) / size if size > 0 else float(a.norm() == b.norm())
+
+    def _quality(self, output: Any, expected: Any, torch: Any) -> dict[str, float]:
+        difference = (output.double() - expected.double()).norm()
+        return {
+            "relative_error": float(difference / expected.double().norm().clamp(min=1e-30)),
+            "max_error": float((output.double() - expected.double()).abs().max()) if output.numel() else 0.0,
+        }
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        """The submission's exceptions as failures, including those that only show when the device is waited for."""
+        try:
+            result = call()
+            self._sync()
+            return result
+        except Exception as error:
+            traceback.print_exc()
+            raise _Failure(f"custom_kernel raised {_one_line(error)}.") from error
+
+    def _sync(self) -> None:
+        if self._device.type == "cuda":
+            self._torch.cuda.synchronize()
+
+    @staticmethod
+    def _over(begin: float, durations: list[float], request: dict[str, Any]) -> bool:
+        return time.perf_counter() - begin > request["max_seconds"] or sum(durations) > request["max_busy_seconds"] * 1e9
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return (f"{name}: {text[:400]}" if text else name).rstrip(".")
+
+
+def main(argv: list[str]) -> int:
+    submission, device, seed, read_fd, write_fd = argv
+    requests = os.fdopen(int(read_fd), "r", encoding="utf-8")
+    answers = os.fdopen(int(write_fd), "w", encoding="utf-8")
+
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    say({"event": "start"})
+    try:
+        worker = Worker(Path(submission).resolve(), device, say)
+    except _Failure as failure:
+        say({"done": True, "ok": False, "message": str(failure)})
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        say({"done": True, "ok": False, "message": f"The runner could not start here: {_one_line(error)}."})
+        return 0
+    from .utils import set_seed
+
+    set_seed(int(seed))
+    say({"done": True, "ok": True})
+    for line in requests:
+        request = json.loads(line)
+        try:
+            answer = getattr(worker, request["do"])(request)
+        except _Failure as failure:
+            answer = {"ok": False, "message": str(failure)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"ok": False, "message": f"The runner failed on this case: {_one_line(error)}."}
+        say({"done": True, **answer})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
