@@ -1,0 +1,369 @@
+"""Split-KV MLA decode on MFMA: one block works on 16, 32 or 64 (query row, head) pairs and a range of keys.
+
+Grid: block = (row_block * batch + sequence) * num_splits + split. Row blocks of one sequence are ``batch * num_splits``
+blocks apart: when that is a multiple of 8 they land on the same one of MI355X's eight dies and find the keys in its L2.
+
+A block has 4 waves and walks its keys in tiles of 64. Every key is read from memory once, converted to bf16 in registers
+if it is not, put into LDS, and used from there as key (all 576 values) and as value (the first 512) by all rows:
+
+==========================  ==============================================================================================
+step                        what happens (R = row tiles of 16 rows, G = 4 / R key groups; wave w: row tile w % R, group w / R)
+==========================  ==============================================================================================
+1  tile -> LDS              wait for the tile's loads, convert, write rows of 576 bf16; barrier
+2  next tile's loads        issued now, consumed in step 1 of the next tile; its page ids were read a tile earlier
+3  scores                   S^T = K q^T: a wave has R x 16 keys of its group and the 16 rows of its row tile, whose q stays in
+                            72 registers. A lane holds one row (lane & 15) and 4 keys of each 16
+4  maximum                  over registers, over lane groups (xor 16, 32), over key groups through LDS; barrier
+5  probabilities            p = 2^(s - m), to LDS as bf16 in the order the next step contracts; barrier
+6  values                   O^T += V^T p^T: a wave has 128 of the 512 dims and all R row tiles; V^T comes by transposing reads
+7  barrier                  before the tile in LDS is overwritten
+==========================  ==============================================================================================
+
+Both products put rows (of q) on lane & 15, so maxima, sums and rescaling factors are one register a row tile.
+
+Masking selects; it never adds -inf. Rows past the last key read a row of zeros instead of the cache, so whatever the cache
+holds there has no way in; a score that a row may not see is replaced by a finite sentinel before the maximum and its
+probability is set to zero after the exponential. A row that saw nothing has sum 0: out 0, lse -inf.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+
+from . import lanes, ops, staging
+from .pages import KeyRows, kv_length
+from .spec import NUM_THREADS, ROW_BYTES, TILE, DecodeSpec
+
+__all__ = ["make_decode"]
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+#: Stands for "not seen" inside a tile. Below every score that can matter, and finite, so no instruction has to
+#: get infinities right.
+SENTINEL = -3.0e38
+NEGATIVE_INFINITY_BITS = -(1 << 23)  # 0xFF800000
+
+QK_STEPS = 18  # 576 / 32
+DIM_BLOCKS = 8  # 128 dims a wave / 16
+V = fx.Vector
+
+
+def _zero4():
+    return V.filled(4, 0.0, fx.Float32)
+
+
+# -- what a block works on ----------------------------------------------------------------------------------------------
+
+
+def _split_range(spec: DecodeSpec, kv_len, split, num_splits, split_keys):
+    """(first key, end, splits of this sequence): the definition is split_plan.plan_splits with blocks of one tile."""
+    zero, one = fx.Int32(0), fx.Int32(1)
+    if spec.split_mode == "one":
+        return zero, kv_len, one
+    if spec.split_mode == "size":
+        count = ops.select(kv_len > 0, ops.udiv(kv_len + split_keys - 1, split_keys), one)
+        first = ops.minimum(split * split_keys, kv_len)
+        return first, ops.minimum(first + split_keys, kv_len), count
+    tiles = (kv_len + (TILE - 1)) >> 6
+    count = num_splits
+    if spec.split_mode == "chunk":
+        count = ops.udiv(tiles + split_keys - 1, split_keys)
+        count = ops.minimum(ops.select(count > 0, count, one), num_splits)
+    first = ops.minimum(ops.udiv(tiles * split, count) << 6, kv_len)
+    return first, ops.minimum(ops.udiv(tiles * (split + 1), count) << 6, kv_len), count
+
+
+def _query_rows(spec: DecodeSpec, qo_indptr, q_len, sequence):
+    """(first query row, number of query rows) of a sequence."""
+    if not spec.ragged_q:
+        return sequence * q_len, q_len
+    address = qo_indptr + ops.widen(sequence) * 4
+    first = ops.global_load(address, fx.Int32, constant=True)
+    return first, ops.global_load(address, fx.Int32, offset=4, constant=True) - first
+
+
+def _visible_keys(spec: DecodeSpec, kv_len, q_len, row):
+    """Keys that query row ``row`` of the sequence sees: bottom-right causal."""
+    if not spec.causal:
+        return kv_len
+    keys = kv_len - q_len + row + 1
+    return ops.select(keys > 0, keys, fx.Int32(0))
+
+
+# -- steps of a tile ----------------------------------------------------------------------------------------------------
+
+
+def _load_query(address):
+    """Operand B of the score product: 8 values at dims 32 k + 8 group, for 18 steps."""
+    return [ops.global_load(address, fx.BFloat16, 8, offset=64 * k) for k in range(QK_STEPS)]
+
+
+def _scores(spec: DecodeSpec, lds, key_row, query):
+    """Raw scores of this wave's keys: one vector of 4 keys for each of its 16-key subtiles."""
+    scores = []
+    for subtile in range(spec.row_tiles):
+        # Two accumulators halve the chain of dependent MFMAs.
+        sums = [_zero4(), _zero4()]
+        for k in range(QK_STEPS):
+            keys = lds.load(key_row, fx.BFloat16, 8, offset=subtile * 16 * ROW_BYTES + 64 * k)
+            sums[k & 1] = ops.mfma_bf16(keys, query[k], sums[k & 1])
+        scores.append(sums[0] + sums[1])
+    return scores
+
+
+def _capped(spec: DecodeSpec, x, scale, logit_cap):
+    """Score in units of log 2: x * scale, or the soft cap of it. ``scale`` holds log2(e) unless there is a cap."""
+    if not spec.has_cap:
+        return x * scale
+    # tanh(y) = 1 - 2 / (1 + e^2y); e^2y runs to infinity or 0 at the ends, where the quotient is right.
+    y = x * scale / logit_cap
+    tanh = fx.Float32(1.0) - fx.Float32(2.0) * ops.reciprocal(ops.exp2(y * (2 * LOG2_E)) + 1.0)
+    return tanh * logit_cap * LOG2_E
+
+
+def _pick(values, index):
+    """values[index] for a wave-uniform index."""
+    picked = values[0]
+    for i in range(1, len(values)):
+        picked = ops.select(index == i, values[i], picked)
+    return picked
+
+
+def _attend(spec: DecodeSpec, lds, at, query, first_key, maxima, total, accumulators):
+    """Steps 3 to 6 of one tile. Returns the new (maxima, total, accumulators)."""
+    layout = spec.lds
+    # 3: scores, with what this row may not see replaced
+    seen, values = [], []
+    for subtile, raw in enumerate(_scores(spec, lds, at.key_row, query)):
+        for element in range(4):
+            key = first_key + at.first_score_key + (16 * subtile + element)
+            visible = key < at.row_keys
+            value = _capped(spec, raw[element], at.scale, at.logit_cap)
+            seen.append(visible)
+            values.append(ops.select(visible, value, fx.Float32(SENTINEL)))
+
+    # 4: maximum over the tile
+    peak = values[0]
+    for value in values[1:]:
+        peak = ops.maximum(peak, value)
+    peak = ops.maximum(peak, ops.xor_lanes(peak, 16))
+    peak = ops.maximum(peak, ops.xor_lanes(peak, 32))
+    lds.store(at.maximum_slot, peak, offset=layout.maxima, align=4)
+    ops.barrier()
+    peaks = lds.load(at.row16 * 16, fx.Float32, 4, offset=layout.maxima)
+    new_maxima, factors = [], []
+    for tile in range(spec.row_tiles):
+        new = maxima[tile]
+        for group in range(spec.key_groups):
+            new = ops.maximum(new, peaks[tile * spec.key_groups + group])
+        factors.append(ops.exp2(maxima[tile] - new))
+        new_maxima.append(new)
+
+    # 5: probabilities
+    own = _pick(new_maxima, at.row_tile)
+    total = total * _pick(factors, at.row_tile)
+    for subtile in range(spec.row_tiles):
+        quad = []
+        for element in range(4):
+            i = 4 * subtile + element
+            p = ops.select(seen[i], ops.exp2(values[i] - own), fx.Float32(0.0))
+            total = total + p
+            quad.append(p)
+        # Subtiles are placed in pairs: chunk = subtile / 2, halves of a 16-byte slot = subtile % 2.
+        if spec.row_tiles == 1:
+            lds.store(at.probability_slot, ops.pack_bf16(quad), offset=layout.probabilities, align=8)
+        else:
+            place = (subtile >> 1) * 1024 + (subtile & 1) * 8
+            lds.store(at.probability_slot, ops.pack_bf16(quad), offset=layout.probabilities + place, align=8)
+    ops.barrier()
+
+    # 6: values
+    new_accumulators = []
+    for tile in range(spec.row_tiles):
+        for block in range(DIM_BLOCKS):
+            new_accumulators.append(accumulators[tile * DIM_BLOCKS + block] * factors[tile])
+    for chunk in range(TILE // lanes.KEYS_PER_CHUNK):
+        probabilities = [
+            lds.load(at.probability_row, fx.BFloat16, 8, offset=layout.probabilities + (2 * tile + chunk) * 1024)
+            for tile in range(spec.row_tiles)
+        ]
+        for block in range(DIM_BLOCKS):
+            offset = chunk * lanes.KEYS_PER_CHUNK * ROW_BYTES + block * 32
+            low = lds.load_transposed(at.value_row, offset=offset)
+            high = lds.load_transposed(at.value_row, offset=offset + 16 * ROW_BYTES)
+            transposed = low.shuffle(high, list(range(8)))
+            for tile in range(spec.row_tiles):
+                i = tile * DIM_BLOCKS + block
+                new_accumulators[i] = ops.mfma_bf16(transposed, probabilities[tile], new_accumulators[i])
+    return new_maxima, total, new_accumulators
+
+
+# -- writing results ----------------------------------------------------------------------------------------------------
+
+
+def _store_rows(spec: DecodeSpec, arguments, at, row, valid, maximum, total, accumulators, out_scale):
+    """Out and lse (or their partial forms) of one row tile; this lane's row is ``row`` of the sequence."""
+    query_row = at.first_query_row + ops.udiv(row, spec.num_heads)
+    head = ops.umod(row, spec.num_heads)
+    empty = total == 0.0
+    inverse = ops.reciprocal(total) * out_scale
+    zero = fx.Float32(0.0)
+    results = [
+        [ops.select(empty, zero, accumulators[block][element] * inverse) for element in range(4)] for block in range(DIM_BLOCKS)
+    ]
+    natural = (maximum + ops.log2(total)) * LN_2
+    minus_infinity = fx.Int32(NEGATIVE_INFINITY_BITS).bitcast(fx.Float32)
+    lse = ops.select(empty, minus_infinity, natural)
+    flat_row = ops.widen(query_row) * spec.num_heads + ops.widen(head)
+    first_dim = at.wave * 128 + at.group * 4
+    return SimpleNamespace(
+        query_row=query_row, head=head, results=results, lse=lse, flat_row=flat_row, first_dim=first_dim, valid=valid
+    )
+
+
+def make_decode(spec: DecodeSpec):
+    """The ``@flyc.jit`` launcher of the decode kernel for ``spec``; arguments as in spec.DECODE_ARGS."""
+    split = spec.split_mode != "one"
+    layout = spec.lds
+
+    @flyc.kernel(name=spec.name, known_block_size=[NUM_THREADS, 1, 1])
+    def kernel(
+        q: fx.Int64, kv: fx.Int64, kv_scale: fx.Int64, page_ids: fx.Int64, kv_indptr: fx.Int64, kv_lens: fx.Int64,
+        qo_indptr: fx.Int64, zeros: fx.Int64, out: fx.Int64, lse: fx.Int64, partial_out: fx.Int64, partial_lse: fx.Int64,
+        kv_page_stride: fx.Int64, kv_token_stride: fx.Int64, scale_page_stride: fx.Int64, scale_token_stride: fx.Int64,
+        q_row_stride: fx.Int64, q_head_stride: fx.Int64, out_row_stride: fx.Int64, out_head_stride: fx.Int64,
+        batch: fx.Int32, total_q: fx.Int32, q_len: fx.Int32, table_stride: fx.Int32, num_splits: fx.Int32,
+        split_keys: fx.Int32, sm_scale: fx.Float32, logit_cap: fx.Float32,
+    ):  # fmt: skip
+        lds = ops.Lds(layout.size)
+        thread = fx.thread_idx.x
+        wave = ops.uniform(thread >> 6)
+        lane = thread & 63
+        row16, group = lanes.mfma_row(lane), lanes.mfma_group(lane)
+        row_tile, key_group = wave & (spec.row_tiles - 1), wave // spec.row_tiles
+
+        # -- which work
+        block = fx.block_idx.x
+        split_index = ops.umod(block, num_splits)
+        block = ops.udiv(block, num_splits)
+        sequence = ops.umod(block, batch)
+        first_row = ops.udiv(block, batch) * spec.rows
+        first_query_row, rows_q = _query_rows(spec, qo_indptr, q_len, sequence)
+        num_rows = rows_q * spec.num_heads
+        kv_len, first_page = kv_length(spec, kv_indptr, kv_lens, table_stride, sequence)
+        first, end, split_count = _split_range(spec, kv_len, split_index, num_splits, split_keys)
+        # Keys beyond what the block's last row sees are never touched.
+        last_row = ops.minimum(ops.udiv(first_row + (spec.rows - 1), spec.num_heads), rows_q - 1)
+        end = ops.minimum(end, _visible_keys(spec, kv_len, rows_q, last_row))
+        in_use = (first_row < num_rows) & (end > first)
+        tiles = ops.select(in_use, (end - first + (TILE - 1)) >> 6, fx.Int32(0))
+
+        # -- this lane's query row (rows past the last repeat it; they are not stored)
+        own_row = first_row + row_tile * 16 + row16
+        read_row = ops.minimum(own_row, ops.maximum_int(num_rows - 1, 0))
+        query_index = ops.udiv(read_row, spec.num_heads)
+        token = ops.minimum(first_query_row + query_index, total_q - 1)
+        head = ops.umod(read_row, spec.num_heads)
+        query = _load_query(q + ops.widen(token) * q_row_stride + ops.widen(head) * q_head_stride + ops.widen(group * 16))
+
+        key_scale = staging.key_scale(spec.format, kv_scale)
+        scale = sm_scale * key_scale * (1.0 if spec.has_cap else LOG2_E)
+        source_row, source_column = lanes.transposed_read_source(lane)
+        first_subtile = key_group * spec.row_tiles
+        at = SimpleNamespace(
+            wave=wave, group=group, row16=row16, row_tile=row_tile, scale=scale, logit_cap=logit_cap,
+            first_query_row=first_query_row,
+            row_keys=_visible_keys(spec, kv_len, rows_q, query_index),
+            # LDS offsets of this lane
+            key_row=(first_subtile * 16 + row16) * ROW_BYTES + group * 16,
+            value_row=(group * 4 + source_row) * ROW_BYTES + source_column * 2 + wave * 256,
+            maximum_slot=row16 * 16 + (row_tile * spec.key_groups + key_group) * 4,
+            probability_slot=row_tile * 2048 + (first_subtile >> 1) * 1024 + (first_subtile & 1) * 8 + row16 * 64 + group * 16,
+            probability_row=row16 * 64 + group * 16,
+            first_score_key=first_subtile * 16 + group * 4,
+        )  # fmt: skip
+        # A split ends where the next begins, so no row sees past it.
+        at.row_keys = ops.minimum(at.row_keys, end)
+
+        rows = KeyRows(
+            spec=spec, thread=thread, kv=kv, kv_scale=kv_scale, zeros=zeros, page_ids=page_ids, first_page=first_page,
+            kv_page_stride=kv_page_stride, kv_token_stride=kv_token_stride,
+            scale_page_stride=scale_page_stride, scale_token_stride=scale_token_stride, end=end,
+        )  # fmt: skip
+
+        maxima = [fx.Float32(SENTINEL) for _ in range(spec.row_tiles)]
+        total = fx.Float32(0.0)
+        accumulators = [_zero4() for _ in range(spec.row_tiles * DIM_BLOCKS)]
+        pages = staging.no_pages(spec)
+        held = staging.nothing_held(spec.format)
+        if tiles > 0:
+            pages = staging.find_pages(rows, first)
+            held = staging.load(rows, pages, first)
+            pages = staging.find_pages(rows, first + TILE)
+
+        for index in range(0, tiles, 1):
+            first_key = first + fx.Int32(index) * TILE
+            staging.write(spec.format, lds, thread, held)
+            ops.barrier()
+            if first_key + TILE < end:
+                held = staging.load(rows, pages, first_key + TILE)
+                pages = staging.find_pages(rows, first_key + 2 * TILE)
+            maxima, total, accumulators = _attend(spec, lds, at, query, first_key, maxima, total, accumulators)
+            ops.barrier()
+
+        # -- sum over lane groups and key groups
+        total = total + ops.xor_lanes(total, 16)
+        total = total + ops.xor_lanes(total, 32)
+        lds.store(at.maximum_slot, total, offset=layout.maxima, align=4)
+        ops.barrier()
+        sums = lds.load(row16 * 16, fx.Float32, 4, offset=layout.maxima)
+
+        exists = split_index < split_count
+        for tile in fx.range_constexpr(spec.row_tiles):
+            row = first_row + (16 * tile + row16)
+            row_sum = sums[tile * spec.key_groups]
+            for other in fx.range_constexpr(1, spec.key_groups):
+                row_sum = row_sum + sums[tile * spec.key_groups + other]
+            part = accumulators[tile * DIM_BLOCKS : (tile + 1) * DIM_BLOCKS]
+            result = _store_rows(spec, None, at, row, row < num_rows, maxima[tile], row_sum, part, key_scale)
+            if row < num_rows:
+                if fx.const_expr(split):
+                    slot = result.flat_row * ops.widen(num_splits) + ops.widen(split_index)
+                    if (wave == 0) & (group == 0):
+                        ops.global_store(partial_lse + slot * 4, result.lse)
+                    # A split without keys is skipped by its lse; its values need not exist.
+                    if tiles > 0:
+                        address = partial_out + slot * 2048 + ops.widen(result.first_dim) * 4
+                        for b in fx.range_constexpr(DIM_BLOCKS):
+                            ops.global_store(address, V.from_elements(result.results[b], fx.Float32), offset=64 * b, align=16)
+                else:
+                    address = (
+                        out + ops.widen(result.query_row) * out_row_stride + ops.widen(result.head) * out_head_stride
+                        + ops.widen(result.first_dim) * 2
+                    )  # fmt: skip
+                    for b in fx.range_constexpr(DIM_BLOCKS):
+                        ops.global_store(address, ops.pack_bf16(result.results[b]), offset=32 * b, align=4)
+                    if (wave == 0) & (group == 0) & (lse != 0):
+                        ops.global_store(lse + result.flat_row * 4, result.lse)
+
+    @flyc.jit
+    def launch(
+        q: fx.Int64, kv: fx.Int64, kv_scale: fx.Int64, page_ids: fx.Int64, kv_indptr: fx.Int64, kv_lens: fx.Int64,
+        qo_indptr: fx.Int64, zeros: fx.Int64, out: fx.Int64, lse: fx.Int64, partial_out: fx.Int64, partial_lse: fx.Int64,
+        kv_page_stride: fx.Int64, kv_token_stride: fx.Int64, scale_page_stride: fx.Int64, scale_token_stride: fx.Int64,
+        q_row_stride: fx.Int64, q_head_stride: fx.Int64, out_row_stride: fx.Int64, out_head_stride: fx.Int64,
+        batch: fx.Int32, total_q: fx.Int32, q_len: fx.Int32, table_stride: fx.Int32, num_splits: fx.Int32,
+        split_keys: fx.Int32, sm_scale: fx.Float32, logit_cap: fx.Float32, grid: fx.Int32,
+    ):  # fmt: skip
+        kernel(
+            q, kv, kv_scale, page_ids, kv_indptr, kv_lens, qo_indptr, zeros, out, lse, partial_out, partial_lse,
+            kv_page_stride, kv_token_stride, scale_page_stride, scale_token_stride, q_row_stride, q_head_stride,
+            out_row_stride, out_head_stride, batch, total_q, q_len, table_stride, num_splits, split_keys, sm_scale,
+            logit_cap,
+        ).launch(grid=(grid, 1, 1), block=(NUM_THREADS, 1, 1))  # fmt: skip
+
+    return launch

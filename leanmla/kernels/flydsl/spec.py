@@ -1,0 +1,154 @@
+"""What a compiled kernel is specialised on, and what it is called with: plain values, no FlyDSL import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...problem import DIMS, DecodeProblem
+
+__all__ = ["COMBINE_ARGS", "COMBINE_THREADS", "DECODE_ARGS", "LDS_LIMIT", "NUM_THREADS", "TILE", "CombineSpec", "DecodeSpec", "LdsLayout", "row_tiles_for"]
+
+TILE = 64  #: keys a tile
+NUM_WAVES = 4
+NUM_THREADS = 64 * NUM_WAVES
+COMBINE_THREADS = 128  #: of the combine kernel: one (row, head), 4 dims each
+LDS_LIMIT = 163840  #: bytes of LDS a compute unit of gfx950 has
+
+#: A row of a tile in LDS: 576 bf16 and 16 bytes of padding. 1168 bytes are 36 banks modulo 64, so the 16 rows that a
+#: ds_read_b128 touches start in 16 different groups of 4 banks, and so do the 4 rows of a transposed read.
+ROW_BYTES = 2 * DIMS.qk_head_dim + 16
+
+#: Arguments of the decode kernel in order: (name, kind, meaning). Addresses and strides are 8 bytes, all before the
+#: 4-byte ones, so that packing in order needs no padding.
+DECODE_ARGS: tuple[tuple[str, str, str], ...] = (
+    ("q", "i64", "address of q [total_q, num_heads, 576] bf16"),
+    ("kv", "i64", "address of the cache data [pages, page_size, bytes of a token]"),
+    ("kv_scale", "i64", "address of: fp8 fp32 [1]; mxfp4 E8M0 bytes [pages, page_size, 18]; otherwise 0"),
+    ("page_ids", "i64", "address of int32 page ids: csr [n], block_table [batch, width]; contiguous 0"),
+    ("kv_indptr", "i64", "address of int32 [batch+1]: csr pages, contiguous tokens; block_table 0"),
+    ("kv_lens", "i64", "address of int32 [batch]: csr last page lengths, block_table cache_seqlens; contiguous 0"),
+    ("qo_indptr", "i64", "address of int32 [batch+1] query row offsets; 0 if uniform"),
+    ("zeros", "i64", "address of 1152 zero bytes, 16-byte aligned: stands in for rows past the last key"),
+    ("out", "i64", "address of out [total_q, num_heads, 512] bf16; unused if split"),
+    ("lse", "i64", "address of lse fp32 [total_q, num_heads], or 0; unused if split"),
+    ("partial_out", "i64", "address of fp32 [total_q * num_heads, num_splits, 512]; unused if not split"),
+    ("partial_lse", "i64", "address of fp32 [total_q * num_heads, num_splits]; unused if not split"),
+    ("kv_page_stride", "i64", "bytes between pages of the cache (between tokens if contiguous)"),
+    ("kv_token_stride", "i64", "bytes between tokens of a page"),
+    ("scale_page_stride", "i64", "mxfp4: bytes between pages of the scales"),
+    ("scale_token_stride", "i64", "mxfp4: bytes between tokens of the scales"),
+    ("q_row_stride", "i64", "bytes between query rows"),
+    ("q_head_stride", "i64", "bytes between heads of q"),
+    ("out_row_stride", "i64", "bytes between rows of out"),
+    ("out_head_stride", "i64", "bytes between heads of out"),
+    ("batch", "i32", "sequences"),
+    ("total_q", "i32", "query rows over all sequences"),
+    ("q_len", "i32", "query rows a sequence if uniform"),
+    ("table_stride", "i32", "block_table: page ids between rows of the table"),
+    ("num_splits", "i32", "splits a sequence has room for"),
+    ("split_keys", "i32", "split mode 'chunk': tiles a split is meant to have; 'size': keys of a split"),
+    ("sm_scale", "f32", "factor on the logits"),
+    ("logit_cap", "f32", "cap on the logits; read only by kernels built with a cap"),
+)
+
+#: Arguments of the combine kernel.
+COMBINE_ARGS: tuple[tuple[str, str, str], ...] = (
+    ("partial_out", "i64", "address of fp32 [total_q * num_heads, num_splits, 512]"),
+    ("partial_lse", "i64", "address of fp32 [total_q * num_heads, num_splits], natural log"),
+    ("out", "i64", "address of out [total_q, num_heads, 512] bf16"),
+    ("lse", "i64", "address of lse fp32 [total_q, num_heads], or 0"),
+    ("out_row_stride", "i64", "bytes between rows of out"),
+    ("out_head_stride", "i64", "bytes between heads of out"),
+    ("num_rows", "i32", "total_q * num_heads"),
+    ("num_splits", "i32", "splits"),
+)
+
+SPLIT_MODES = ("one", "count", "chunk", "size")
+
+
+@dataclass(frozen=True, slots=True)
+class LdsLayout:
+    """Byte offsets of what a block keeps in LDS."""
+
+    keys: int
+    probabilities: int
+    maxima: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpec:
+    """Constants a decode kernel is compiled for."""
+
+    format: str
+    num_heads: int
+    row_tiles: int  #: groups of 16 (query row, head) pairs a block works on: 1, 2 or 4
+    table_kind: str
+    page_size: int
+    causal: bool
+    ragged_q: bool
+    has_cap: bool
+    split_mode: str  #: "one": not split; "count": exactly num_splits; "chunk", "size": see split_plan.py
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        flags = ("_causal" if self.causal else "") + ("_ragged" if self.ragged_q else "") + ("_cap" if self.has_cap else "")
+        pages = "contiguous" if self.table_kind == "contiguous" else f"{self.table_kind}{self.page_size}"
+        return f"mla_decode_{self.format}_h{self.num_heads}_r{16 * self.row_tiles}_{pages}_{self.split_mode}{flags}"
+
+    @property
+    def rows(self) -> int:
+        """(query row, head) pairs a block."""
+        return 16 * self.row_tiles
+
+    @property
+    def key_groups(self) -> int:
+        """Waves that share a row tile and divide the keys of a tile among them."""
+        return NUM_WAVES // self.row_tiles
+
+    @property
+    def tile_in_page(self) -> bool:
+        """Whether all keys of a tile lie in one page: tiles begin at multiples of 64 keys unless splits have a fixed size."""
+        return self.table_kind != "contiguous" and self.page_size % TILE == 0 and self.split_mode != "size"
+
+    @property
+    def lds(self) -> LdsLayout:
+        keys = 0
+        probabilities = keys + TILE * ROW_BYTES
+        maxima = probabilities + self.row_tiles * 16 * TILE * 2
+        return LdsLayout(keys, probabilities, maxima, maxima + 16 * NUM_WAVES * 4)
+
+    @classmethod
+    def for_problem(cls, problem: DecodeProblem, split_mode: str) -> DecodeSpec:
+        """The kernel that runs ``problem``."""
+        return cls(
+            format=problem.format,
+            num_heads=problem.num_heads,
+            row_tiles=row_tiles_for(problem.num_heads * problem.max_q_len),
+            table_kind=problem.table_kind,
+            page_size=problem.page_size,
+            causal=problem.causal and problem.max_q_len > 1,
+            ragged_q=problem.ragged_q,
+            has_cap=problem.logit_cap > 0,
+            split_mode=split_mode,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CombineSpec:
+    """Constants a combine kernel is compiled for."""
+
+    num_heads: int
+
+    @property
+    def name(self) -> str:
+        return f"mla_combine_h{self.num_heads}"
+
+
+def row_tiles_for(rows: int) -> int:
+    """Row tiles a block for ``rows`` (query row, head) pairs a sequence: as many as share a tile of keys usefully.
+
+    16 rows: 1 (no padding); 17..32: 2; more: 4, and several blocks where there are more than 64 rows.
+    """
+    return 1 if rows <= 16 else 2 if rows <= 32 else 4
