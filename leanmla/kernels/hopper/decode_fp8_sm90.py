@@ -1,0 +1,457 @@
+"""MLA decode over an fp8 (e4m3) latent cache on Hopper, at 16-bit accuracy and without unpacking the cache.
+
+As in ``decode_bf16_sm90`` the operands are swapped, S^T = K Q^T and O^T += V^T P^T, roles and grid are the same; what differs:
+
+* Keys go from shared memory straight into fp8 wgmma. The query is scaled per row and split into two e4m3 terms, hi + lo,
+  stacked as twice the rows: S^T [64, 2 ROWS]. Their sum carries about 8 significant bits, as bf16 does.
+* Values are the A operand, from registers, because fp8 wgmma reads shared memory only along k and k is the key here.
+  A 16-bit transposed load (ldmatrix.trans) brings byte pairs (two values d, d+1 of one key); one byte permute per two
+  registers separates even from odd d, which go to separate accumulators. Nothing is converted.
+
+  Which lane holds what, for one 32-key step of the fp8 fragment (row = lane / 4, four consecutive k a register):
+
+      k bit          5   4   3 2        1   0
+      key bit       32  16   4 2        8   1     (loaded register bits: 1, 8; lane bits 0, 1: 2, 4)
+
+  P^T is stored with its keys in the same order (``_fragment_order``), so the sum over keys is the same sum.
+* ROWS = 16: P = 256 exp2(s - max) is split into hi + lo e4m3 terms; four 64-key products a tile start from zero and are
+  added to fp32 accumulators, since fp8 wgmma keeps too few bits over a long sum.
+* ROWS >= 32: registers for that are not there. V is widened to fp16 after the load (exact), P is fp16 and the tensor
+  cores accumulate in fp32 directly.
+
+Two blocks an SM for ROWS = 16: while one is in its softmax the other keeps the tensor cores and the memory busy.
+"""
+
+import torch
+
+from ...problem import DecodeArgs
+from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
+from .gluon_names import (
+    BlockedLayout,
+    DistributedLinearLayout,
+    DotOperandLayout,
+    NVMMADistributedLayout,
+    NVMMASharedLayout,
+    SliceLayout,
+    SwizzledSharedLayout,
+    TensorDescriptor,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .launch import HopperLaunch
+from .loader import clear_rows, loader
+from .pages import BLOCK, Pages
+from .reduction import meet
+from .schedule import has_work, plan_piece, segment, split_slots
+from .softmax import LOG2E, cap_logits, rescale, row_limits
+
+__all__ = ["decode_fp8", "launch"]
+
+LATENT = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@constexpr_function
+def byte_pairs_fp8(warps):
+    """[64 keys, 16 * warps byte pairs] by ldmatrix.trans: registers (key 1, key 8, pair 8, key 16, key 32)."""
+    return DistributedLinearLayout(
+        [[1, 0], [8, 0], [0, 8], [16, 0], [32, 0]],
+        [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        [[0, 16 << w] for w in range(warps.bit_length() - 1)],
+        [],
+        [64, 16 * warps],
+    )
+
+
+@constexpr_function
+def byte_pairs_f16(warps):
+    """[16 keys, 256 byte pairs] by ldmatrix.trans, in the order of a 16-bit A fragment."""
+    bits = warps.bit_length() - 1
+    pairs = [[0, 16 << w] for w in range(4)]
+    return DistributedLinearLayout(
+        [[1, 0], [0, 8], [8, 0]] + pairs[bits:], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], pairs[:bits], [], [16, 256]
+    )
+
+
+@gluon.jit
+def _round_e4m3(x):
+    """x rounded to four significant bits, by integer arithmetic: converting to e4m3 and back is miscompiled by ptxas 12.8 and 12.9."""
+    return ((x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _fragment_order(x, COLS: gl.constexpr):
+    """[64 keys, COLS] -> [COLS, 64], keys from (32 16 8 4 2 1) to the fragment's k order (32 16 4 2 8 1)."""
+    x = gl.permute(gl.reshape(x, [BLOCK // 16, 2, 4, 2, COLS]), (4, 0, 2, 1, 3))
+    return gl.reshape(x, [COLS, BLOCK])
+
+
+@gluon.jit
+def _separate(pairs, A: gl.constexpr, COLS: gl.constexpr):
+    """Byte pairs [64 keys, COLS] -> e4m3 A operands [COLS, 64] of the even and of the odd d."""
+    e, o = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=&r,=r,r,r", [pairs], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )
+    e = gl.convert_layout(_fragment_order(e.to(gl.float8e4nv, bitcast=True), COLS), A, assert_trivial=True)
+    o = gl.convert_layout(_fragment_order(o.to(gl.float8e4nv, bitcast=True), COLS), A, assert_trivial=True)
+    return e, o
+
+
+@gluon.jit
+def _widen(pairs, A: gl.constexpr):
+    """Byte pairs [16 keys, 256] -> fp16 A operands [256, 16] of the even and of the odd d."""
+    e, o = gl.inline_asm_elementwise(
+        """
+        { .reg .b32 t; .reg .b16 l, h;
+          prmt.b32 t, $2, 0, 0x3120;
+          mov.b32 {l, h}, t;
+          cvt.rn.f16x2.e4m3x2 $0, l;
+          cvt.rn.f16x2.e4m3x2 $1, h; }""",
+        "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+    e = gl.convert_layout(gl.permute(e, (1, 0)), A, assert_trivial=True)
+    o = gl.convert_layout(gl.permute(o, (1, 0)), A, assert_trivial=True)
+    return e, o
+
+
+@gluon.jit
+def _products(pairs, p_hi, p_lo, A: gl.constexpr, O: gl.constexpr, COLS: gl.constexpr, ROWS: gl.constexpr):
+    """V^T P^T of one tile for COLS byte pairs: (even, odd), each [COLS, ROWS], still in flight."""
+    e, o = _separate(pairs, A, COLS)
+    zero = gl.zeros([COLS, ROWS], gl.float32, O)
+    even = warpgroup_mma(e, p_hi, zero, use_acc=False, is_async=True)
+    odd = warpgroup_mma(o, p_hi, zero, use_acc=False, is_async=True)
+    even = warpgroup_mma(e, p_lo, even, is_async=True)
+    odd = warpgroup_mma(o, p_lo, odd, is_async=True)
+    return even, odd
+
+
+@gluon.jit
+def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_first, first_row, rows,
+                 HEADS: gl.constexpr, HALF: gl.constexpr, R0: gl.constexpr):  # fmt: skip
+    """Query rows R0 .. R0 + 15 of the tile as hi and lo e4m3 terms; ``q_scale`` gets what undoes a row's scaling."""
+    L: gl.constexpr = BlockedLayout([1, 16], [1, 32], [gl.num_warps(), 1], [1, 0])
+    LR: gl.constexpr = BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    HI: gl.constexpr = R0 // HALF * 2 * HALF + R0 % HALF
+    r = R0 + gl.arange(0, 16, SliceLayout(1, L))
+    at = (q_first + (first_row + r) // HEADS).to(gl.int64) * stride_token + (first_row + r) % HEADS * stride_head
+    d = gl.arange(0, LATENT, SliceLayout(0, L))
+    x = gl.load((q_ptr + at)[:, None] + d[None, :], mask=(r < rows)[:, None], other=0.0).to(gl.float32)
+    rr = R0 + gl.arange(0, 16, SliceLayout(1, LR))
+    at_r = (q_first + (first_row + rr) // HEADS).to(gl.int64) * stride_token + (first_row + rr) % HEADS * stride_head
+    dr = LATENT + gl.arange(0, ROPE, SliceLayout(0, LR))
+    xr = gl.load((q_ptr + at_r)[:, None] + dr[None, :], mask=(rr < rows)[:, None], other=0.0).to(gl.float32)
+    # A row lies in one warp in both layouts, so its largest magnitude needs shuffles only.
+    top = gl.maximum(gl.max(gl.abs(x), 1), gl.convert_layout(gl.max(gl.abs(xr), 1), SliceLayout(1, L), assert_trivial=True))
+    # A power of two takes the row to [128, 256). The eight significant bits of a bf16 then split exactly: hi is a multiple of 16
+    # of its last bit, and what is left is at most 8 of them, four bits again.
+    exponent = (gl.maximum(top, 1e-20).to(gl.int32, bitcast=True) >> 23) & 0xFF
+    q_scale.slice(R0, 16).store(((exponent - 7) << 23).to(gl.float32, bitcast=True))
+    factor = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+    x = x * factor[:, None]
+    xr = xr * gl.convert_layout(factor, SliceLayout(1, LR), assert_trivial=True)[:, None]
+    hi = _round_e4m3(x)
+    hi_r = _round_e4m3(xr)
+    q_latent.slice(HI, 16).store(hi.to(gl.float8e4nv))
+    q_latent.slice(HI + HALF, 16).store((x - hi).to(gl.float8e4nv))
+    q_rope.slice(HI, 16).store(hi_r.to(gl.float8e4nv))
+    q_rope.slice(HI + HALF, 16).store((xr - hi_r).to(gl.float8e4nv))
+
+
+@gluon.jit
+def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_first, first_row, rows,
+            HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
+    """Query rows to shared memory in the order [warpgroup][hi, lo][row of the warpgroup]: a warpgroup finds both terms of its rows."""
+    for r0 in gl.static_range(0, ROWS, 16):
+        _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_first, first_row, rows, HEADS, ROWS // GROUPS, r0)
+
+
+@gluon.jit
+def _interleave(even, odd, ptr_row, ok, first_d):
+    """Store even and odd d of rows side by side: even and odd [M, ROWS] -> ptr_row[row] + first_d + 2 m, 2 m + 1."""
+    x = gl.join(even, odd)
+    L: gl.constexpr = x.type.layout
+    m = gl.arange(0, x.shape[0], SliceLayout(1, SliceLayout(2, L)))
+    side = gl.arange(0, 2, SliceLayout(0, SliceLayout(1, L)))
+    ptr = gl.convert_layout(ptr_row, SliceLayout(0, SliceLayout(2, L)), assert_trivial=True)
+    okc = gl.convert_layout(ok, SliceLayout(0, SliceLayout(2, L)), assert_trivial=True)
+    at = ptr[None, :, None] + (first_d + 2 * m)[:, None, None] + side[None, None, :]
+    gl.store(at, x.to(ptr_row.dtype.element_ty), mask=okc[None, :, None])
+
+
+@gluon.jit
+def _mathematician(
+    q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
+    part_out_ptr, part_lse_ptr, counter_ptr, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
+    pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, FP8_P: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Scores, softmax, values and the way out, segment after segment."""
+    GROUPS: gl.constexpr = NUM_WARPS // 4
+    S2: gl.constexpr = NVMMADistributedLayout([3, 0], [4, GROUPS], [16, 2 * ROWS // GROUPS, 32])
+    S: gl.constexpr = NVMMADistributedLayout([3, 0], [4, GROUPS], [16, ROWS // GROUPS, 32])
+    O: gl.constexpr = NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, ROWS, 32 if FP8_P else 16])
+    A: gl.constexpr = DotOperandLayout(0, O, 4 if FP8_P else 2)
+    PAIRS: gl.constexpr = NVMMASharedLayout(128, 16, 2)
+    WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
+    COLS: gl.constexpr = 16 * NUM_WARPS  # byte pairs a product
+    V8: gl.constexpr = byte_pairs_fp8(NUM_WARPS)
+    V16: gl.constexpr = byte_pairs_f16(NUM_WARPS)
+    # exp2 of scores is scaled so that its e4m3 terms keep small weights
+    P_SHIFT: gl.constexpr = 8.0 if FP8_P else 0.0
+    first_row = tile * ROWS
+    kv_scale = gl.load(kv_scale_ptr)
+    scale = sm_scale * LOG2E * kv_scale
+    b = piece.b
+    at = piece.start
+    base = piece.base
+    more = has_work(piece, MODE)
+    used = 0
+    while more:
+        kv_len, first_id, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
+        q_first, q_count = pages.query(b)
+        rows = gl.minimum(q_count * HEADS - first_row, ROWS)
+        if rows > 0:
+            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_scale, q_first, first_row, rows, HEADS, ROWS, GROUPS)
+            fence_async_shared()
+            row_scale = q_scale.load(SliceLayout(0, S)) * scale
+            limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len, CAUSAL)
+            # keys that every row of the tile sees
+            shared_keys = kv_len
+            if CAUSAL:
+                shared_keys = gl.minimum(kv_len, kv_len - q_count + 1 + first_row // HEADS)
+            if FP8_P:
+                zero = gl.zeros([COLS, ROWS], gl.float32, O)
+                e0 = zero
+                o0 = zero
+                e1 = zero
+                o1 = zero
+                e2 = zero
+                o2 = zero
+                e3 = zero
+                o3 = zero
+            else:
+                even = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
+                odd = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
+            m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, S))
+            den = gl.zeros([BLOCK, ROWS], gl.float32, S)
+            for i in range(lo, hi):
+                stage = used % STAGES
+                mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+                k = latent.index(stage)
+                if GATHER:
+                    fence_async_shared()  # cp.async writes like an ordinary store
+                elif i * BLOCK + BLOCK > kv_len:
+                    clear_rows(k._reinterpret(gl.int32, [BLOCK, LATENT // 4], WORDS), kv_len - i * BLOCK)
+                both = gl.zeros([BLOCK, 2 * ROWS], gl.float32, S2)
+                both = warpgroup_mma(k, q_latent.permute((1, 0)), both, use_acc=False, is_async=True)
+                both = warpgroup_mma(rope.index(stage), q_rope.permute((1, 0)), both, is_async=True)
+                both = warpgroup_mma_wait(0, deps=[both])
+                hi_part, lo_part = gl.split(gl.permute(gl.reshape(both, [BLOCK, GROUPS, 2, ROWS // GROUPS]), (0, 1, 3, 2)))
+                x = gl.convert_layout(gl.reshape(hi_part + lo_part, [BLOCK, ROWS]), S, assert_trivial=True) * row_scale[None, :]
+                if HAS_CAP:
+                    x = cap_logits(x, logit_cap)
+                if i * BLOCK + BLOCK > shared_keys:
+                    key = i * BLOCK + gl.arange(0, BLOCK, SliceLayout(1, S))
+                    x = gl.where(key[:, None] < limit[None, :], x, float("-inf"))
+                m, ref, alpha = rescale(m, x)
+                p = gl.exp2(x - (ref - P_SHIFT)[None, :])
+                den = den * alpha[None, :] + p
+                factor = gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
+                pairs = k._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
+                if FP8_P:
+                    hi_p = _round_e4m3(p)
+                    p_hi.store(_fragment_order(hi_p.to(gl.float8e4nv), ROWS))
+                    p_lo.store(_fragment_order((p - hi_p).to(gl.float8e4nv), ROWS))
+                    fence_async_shared()
+                    ph = p_hi.permute((1, 0))
+                    pl = p_lo.permute((1, 0))
+                    # two products in flight while the one before is added up
+                    t0, u0 = _products(pairs.slice(0, COLS, dim=1).load(V8), ph, pl, A, O, COLS, ROWS)
+                    t1, u1 = _products(pairs.slice(COLS, COLS, dim=1).load(V8), ph, pl, A, O, COLS, ROWS)
+                    t0, u0 = warpgroup_mma_wait(4, deps=[t0, u0])
+                    e0 = e0 * factor + t0
+                    o0 = o0 * factor + u0
+                    t2, u2 = _products(pairs.slice(2 * COLS, COLS, dim=1).load(V8), ph, pl, A, O, COLS, ROWS)
+                    t1, u1 = warpgroup_mma_wait(4, deps=[t1, u1])
+                    e1 = e1 * factor + t1
+                    o1 = o1 * factor + u1
+                    t3, u3 = _products(pairs.slice(3 * COLS, COLS, dim=1).load(V8), ph, pl, A, O, COLS, ROWS)
+                    # the values of this tile are all in registers now
+                    thread_barrier()
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    t2, u2 = warpgroup_mma_wait(4, deps=[t2, u2])
+                    e2 = e2 * factor + t2
+                    o2 = o2 * factor + u2
+                    t3, u3 = warpgroup_mma_wait(0, deps=[t3, u3])
+                    e3 = e3 * factor + t3
+                    o3 = o3 * factor + u3
+                else:
+                    p_hi.store(p.to(gl.float16))
+                    fence_async_shared()
+                    even = even * factor
+                    odd = odd * factor
+                    ve, vo = _widen(pairs.slice(0, 16).load(V16), A)
+                    for c in gl.static_range(BLOCK // 16):
+                        pc = p_hi.slice(c * 16, 16)
+                        even = warpgroup_mma(ve, pc, even, is_async=True)
+                        odd = warpgroup_mma(vo, pc, odd, is_async=True)
+                        # the next 16 keys are loaded and widened while these products run
+                        if c + 1 < BLOCK // 16:
+                            ve_next, vo_next = _widen(pairs.slice((c + 1) * 16, 16).load(V16), A)
+                            even, odd, ve, vo = warpgroup_mma_wait(0, deps=[even, odd, ve, vo])
+                            ve = ve_next
+                            vo = vo_next
+                        else:
+                            even, odd, ve, vo = warpgroup_mma_wait(0, deps=[even, odd, ve, vo])
+                    thread_barrier()
+                    mbarrier.arrive(empty.index(stage), count=1)
+                used += 1
+
+            total = gl.sum(den, 0)
+            none = total == 0.0
+            lse2 = gl.where(none, float("-inf"), m + gl.log2(gl.where(none, 1.0, total)) - P_SHIFT)
+            inv = gl.convert_layout(gl.where(none, 0.0, kv_scale / gl.where(none, 1.0, total)), SliceLayout(0, O))[None, :]
+            r = gl.arange(0, ROWS, SliceLayout(0, O))
+            rs = gl.arange(0, ROWS, SliceLayout(0, S))
+            splits, rank, stay, first_slot, next_slot, slot_step = split_slots(piece, b, base, kv_len, workers, tile, tiles, MODE)
+            if splits == 1:
+                token = (q_first + (first_row + r) // HEADS).to(gl.int64)
+                row_ptr = out_ptr + token * out_stride_token + (first_row + r) % HEADS * out_stride_head
+                if FP8_P:
+                    _interleave(e0 * inv, o0 * inv, row_ptr, r < rows, 0)
+                    _interleave(e1 * inv, o1 * inv, row_ptr, r < rows, 2 * COLS)
+                    _interleave(e2 * inv, o2 * inv, row_ptr, r < rows, 4 * COLS)
+                    _interleave(e3 * inv, o3 * inv, row_ptr, r < rows, 6 * COLS)
+                else:
+                    _interleave(even * inv, odd * inv, row_ptr, r < rows, 0)
+                if WRITE_LSE:
+                    token_s = (q_first + (first_row + rs) // HEADS).to(gl.int64)
+                    gl.store(lse_ptr + token_s * lse_stride + (first_row + rs) % HEADS, lse2 * LN2, mask=rs < rows)
+            else:
+                slot = gl.where(rank == 0, first_slot, next_slot + (rank - 1) * slot_step).to(gl.int64) * ROWS
+                part_ptr = part_out_ptr + (slot + r) * LATENT
+                if FP8_P:
+                    _interleave(e0 * inv, o0 * inv, part_ptr, r < ROWS, 0)
+                    _interleave(e1 * inv, o1 * inv, part_ptr, r < ROWS, 2 * COLS)
+                    _interleave(e2 * inv, o2 * inv, part_ptr, r < ROWS, 4 * COLS)
+                    _interleave(e3 * inv, o3 * inv, part_ptr, r < ROWS, 6 * COLS)
+                else:
+                    _interleave(even * inv, odd * inv, part_ptr, r < ROWS, 0)
+                gl.store(part_lse_ptr + slot + rs, lse2)
+                # a launch that may not wait has nobody who stays
+                waits = may_wait & (follow >= piece.end).to(gl.int32)
+                stay = stay * may_wait
+                meet(counter_ptr + (b * tiles + tile).to(gl.int64) * 2, waits, part_out_ptr, part_lse_ptr,
+                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+        base = follow
+        at = follow
+        b += 1
+        more = (follow < piece.end) & (MODE == 0)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALISED)
+def decode_fp8(
+    desc, desc_rope,  # tensor maps of the cache [pages, page_size, 576] e4m3, boxes [1, BOX, 128] and [1, BOX, 64]; unused if GATHER
+    cache_ptr, page_stride, token_stride,  # the same cache, strides in elements
+    kv_scale_ptr,  # [1] fp32: value = e4m3 * scale
+    q_ptr, q_stride_token, q_stride_head,  # [total_q, HEADS, 576] bf16 or fp16
+    out_ptr, out_stride_token, out_stride_head,  # [total_q, HEADS, 512] like q
+    lse_ptr, lse_stride,  # [total_q, HEADS] fp32, if WRITE_LSE
+    part_out_ptr, part_lse_ptr,  # fp32 [slots, ROWS, 512] and [slots, ROWS]
+    counter_ptr,  # int32 [batch * row tiles, 2], zero between launches
+    lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch,  # see pages.Pages
+    workers, splits, tiles, sm_scale, logit_cap, may_wait,
+    KIND: gl.constexpr, PAGE_SIZE: gl.constexpr, RAGGED_Q: gl.constexpr, LENS: gl.constexpr, ONE_PASS: gl.constexpr,
+    MODE: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """See the top of this file. Launch with ``num_warps`` = 4 for ROWS = 16 and 8 above."""
+    K: gl.constexpr = NVMMASharedLayout(128, 8, 2)
+    R: gl.constexpr = NVMMASharedLayout(64, 8, 2)
+    PANEL: gl.constexpr = NVMMASharedLayout(128, 8, 3)
+    ROPE_PANEL: gl.constexpr = NVMMASharedLayout(64, 8, 3)
+    PARTS: gl.constexpr = BLOCK // BOX
+    LOADER_WARPS: gl.constexpr = 4 if GATHER else 1
+    FP8_P: gl.constexpr = ROWS == 16
+
+    latent = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, LATENT], K)
+    rope = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, ROPE], R)
+    q_latent = gl.allocate_shared_memory(gl.float8e4nv, [2 * ROWS, LATENT], K)
+    q_rope = gl.allocate_shared_memory(gl.float8e4nv, [2 * ROWS, ROPE], R)
+    q_scale = gl.allocate_shared_memory(gl.float32, [ROWS], SwizzledSharedLayout(1, 1, 1, [0]))
+    if FP8_P:
+        p_hi = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, BLOCK], R)
+        p_lo = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, BLOCK], R)
+    else:
+        p_hi = gl.allocate_shared_memory(gl.float16, [BLOCK, ROWS], NVMMASharedLayout(2 * ROWS, 16, 2))
+        p_lo = p_hi
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), 32 * LOADER_WARPS if GATHER else 1)
+        mbarrier.init(empty.index(s), 1)
+    fence_async_shared()
+
+    tile = gl.program_id(0) % tiles
+    pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
+    piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
+    if GATHER:
+        latent_parts = latent
+        rope_parts = rope
+    else:
+        latent_parts = latent._reinterpret(gl.float8e4nv, [STAGES * 4 * PARTS, 1, BOX, 128], PANEL)
+        rope_parts = rope._reinterpret(gl.float8e4nv, [STAGES * PARTS, 1, BOX, 64], ROPE_PANEL)
+    thread_barrier()
+    gl.warp_specialize(
+        [
+            (_mathematician, (
+                q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
+                part_out_ptr, part_lse_ptr, counter_ptr, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
+                pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
+                HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
+            (loader, (
+                desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, pages, piece, tile * ROWS,
+                HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
+        ],
+        [LOADER_WARPS], [56 if GATHER else 40],
+    )  # fmt: skip
+
+
+_PANEL = NVMMASharedLayout(128, 8, 3)
+_ROPE_PANEL = NVMMASharedLayout(64, 8, 3)
+
+
+def launch(args: DecodeArgs, launch: HopperLaunch, workspace) -> None:
+    """Run :func:`decode_fp8` for a checked call."""
+    cache = cache_view(args).view(torch.float8_e4m3fn)
+    if launch.gather:
+        desc = desc_rope = cache
+    else:
+        shape, strides = list(cache.shape), list(cache.stride())
+        desc = TensorDescriptor(cache, shape, strides, [1, launch.box, 128], _PANEL)
+        desc_rope = TensorDescriptor(cache, shape, strides, [1, launch.box, 64], _ROPE_PANEL)
+    # Two blocks an SM share its 64 Ki registers: 128 for each of 2 x 256 threads at the start.
+    registers = {"maxnreg": 128} if launch.blocks_per_sm == 2 else {}
+    decode_fp8[(launch.grid,)](
+        desc,
+        desc_rope,
+        cache,
+        cache.stride(0),
+        cache.stride(1),
+        args.cache.scale,
+        **tensors(args, launch, workspace),
+        **constants(args, launch),
+        num_warps=launch.num_warps,
+        **registers,
+    )

@@ -1,0 +1,94 @@
+"""How a problem is laid on the machine: tile sizes, number of workers, scratch memory. Plain values, no GPU needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...device import DeviceInfo
+from ...problem import DecodeProblem
+
+__all__ = ["BLOCK_KEYS", "HopperLaunch", "box_keys", "choose_launch"]
+
+#: Keys a tile.
+BLOCK_KEYS = 64
+_KINDS = {"csr": 0, "block_table": 1, "contiguous": 2}
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """Everything a kernel launch is told apart from its tensors."""
+
+    format: str
+    rows: int  #: (query token, head) pairs a tile
+    tiles: int  #: row tiles of a sequence
+    num_warps: int  #: of the mathematicians
+    stages: int
+    blocks_per_sm: int
+    box: int  #: keys a tensor-map box
+    gather: bool  #: keys are fetched one by one
+    kind: int  #: kind of page table
+    mode: int  #: 0 balanced, 1 fixed number of splits, 2 fixed size of splits
+    workers: int  #: pieces of the batch, or splits of a sequence in the fixed modes
+    splits: int  #: see schedule.plan_piece
+    grid: int
+    may_wait: bool  #: all blocks run at once, so they may wait for each other
+    slots: int  #: partial results
+
+    @property
+    def partial_rows(self) -> int:
+        return self.slots * self.rows
+
+
+def box_keys(page_size: int, table_kind: str) -> int:
+    """Keys of one tensor-map box: the largest of 64, 32, 16 that tiles a page; 0 if keys must be gathered."""
+    if table_kind == "contiguous":
+        return BLOCK_KEYS
+    return next((box for box in (64, 32, 16) if page_size % box == 0), 0)
+
+
+def _tile_rows(problem: DecodeProblem) -> int:
+    rows = problem.num_heads * max(problem.max_q_len, 1)
+    # A bf16 cache with an fp16 query keeps two bf16 terms of the query in shared memory, which leaves room for 32 rows.
+    largest = 32 if problem.format == "bf16" and problem.q_dtype == "fp16" else 64
+    return min(largest, next((n for n in (16, 32) if rows <= n), 64))
+
+
+def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> HopperLaunch:
+    """The launch for ``problem``; only shapes and options matter, never the contents of a tensor."""
+    rows = _tile_rows(problem)
+    tiles = max(1, -(-problem.num_heads * problem.max_q_len // rows))
+    # bf16: two stages are 147 KiB, one block an SM. fp8: two stages and the query are 94 KiB, two blocks an SM hide each
+    # other's softmax; from 32 rows on the accumulators alone need the registers of one block.
+    blocks_per_sm = 2 if problem.format == "fp8" and rows == 16 else 1
+    stages = 2 if problem.format == "bf16" or blocks_per_sm == 2 else 3
+    box = box_keys(problem.page_size, problem.table_kind)
+    resident = device.num_sms * blocks_per_sm
+    batch = max(problem.batch, 1)
+    if problem.num_kv_splits is not None:
+        mode, workers, splits = 1, problem.num_kv_splits, problem.num_kv_splits
+    elif problem.split_size is not None:
+        mode, splits = 2, problem.split_size // BLOCK_KEYS
+        workers = max(1, -(-problem.max_kv_len // problem.split_size))
+    else:
+        mode, splits = 0, 1
+        most_blocks = problem.total_kv // BLOCK_KEYS + batch
+        workers = max(1, min(resident // tiles, most_blocks))
+    grid = workers * tiles * (1 if mode == 0 else batch)
+    slots = (2 * workers + 2) * tiles if mode == 0 else (grid if workers > 1 else 0)
+    return HopperLaunch(
+        format=problem.format,
+        rows=rows,
+        tiles=tiles,
+        num_warps=8 if rows == 64 or (rows == 32 and problem.format == "fp8") else 4,
+        stages=stages,
+        blocks_per_sm=blocks_per_sm,
+        box=box or BLOCK_KEYS,
+        gather=box == 0,
+        kind=_KINDS[problem.table_kind],
+        mode=mode,
+        workers=workers,
+        splits=splits,
+        grid=grid,
+        may_wait=mode == 0 and grid <= resident,
+        slots=slots,
+    )
