@@ -1,0 +1,263 @@
+"""The Triton backend: chooses block sizes, owns scratch, launches plan, decode and combine.
+
+Importing this module imports no Triton; the kernels are imported at the first call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...device import DeviceInfo, describe, triton_missing
+from ...errors import CapacityExceeded, InvalidArgument
+from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
+from ...split_plan import CHUNK_CANDIDATES
+from ..launch_configs import TritonConfig, combine_config, decode_config
+
+__all__ = ["BACKEND", "INLINE_BATCH", "TritonBackend", "Workspace", "decode_constants", "max_items"]
+
+#: Batches up to this size are planned inside the decode kernel, larger ones by a launch of their own.
+INLINE_BATCH = 256
+
+#: Sequences that the plan kernel looks at in one step.
+_PLAN_CHUNK = 1024
+
+
+@dataclass
+class Workspace:
+    """All scratch of a problem and of every smaller one. Nothing in it needs initial values, except ``factors``."""
+
+    capacity: DecodeProblem
+    partial_out: torch.Tensor  #: fp32, flat: [items, row_tiles, rows, 512]
+    partial_lse: torch.Tensor  #: fp32, flat: [items, row_tiles, rows]
+    splits: torch.Tensor  #: int32 [batch]
+    first: torch.Tensor  #: int32 [batch]
+    item_seq: torch.Tensor  #: int32 [items]
+    num_items: torch.Tensor  #: int32 [1]
+    factors: torch.Tensor  #: int32 [32]
+
+
+def max_items(problem: DecodeProblem, block_kv: int, num_workers: int) -> int:
+    """Bound on the work items of a problem, from shapes alone.
+
+    Balanced: the smallest candidate chunk is a quarter of the ideal share, so items <= 4 * num_workers + batch, and no
+    item but a sequence's only one is empty.
+    """
+    if problem.num_kv_splits is not None:
+        return problem.batch * problem.num_kv_splits
+    if problem.split_size is not None:
+        return problem.batch + problem.total_kv // problem.split_size
+    if problem.batch == 0:
+        return 0
+    finest = min(CHUNK_CANDIDATES)
+    return problem.batch + min(-(-16 * num_workers // finest), problem.total_kv // block_kv)
+
+
+def _plan_kind(problem: DecodeProblem) -> str:
+    if problem.num_kv_splits is not None:
+        return "fixed"
+    return "inline" if problem.batch <= INLINE_BATCH else "table"
+
+
+def decode_constants(
+    problem: DecodeProblem, config: TritonConfig, device: DeviceInfo, *, aligned: bool = True, stride_token: int | None = None,
+    stride_scale: int = 18,
+) -> dict:  # fmt: skip
+    """The decode kernel's compile-time arguments for a problem.
+
+    Args:
+        aligned: rows of the cache begin at multiples of 16 bytes.
+        stride_token: bf16 elements or 32-bit words from a token to the next in its page; None: tokens lie close.
+        stride_scale: bytes from a token's scales to the next's (mxfp4).
+    """
+    page = problem.page_size
+    if stride_token is None:
+        stride_token = {"bf16": 576, "fp8": 144, "mxfp4": 72, "fp8_tile128": 164}[problem.format]
+    # One page id serves a tile if tiles start at multiples of block_kv and pages hold whole tiles.
+    starts_aligned = problem.split_size is None or problem.split_size % config.block_kv == 0
+    one_page = problem.table_kind != "contiguous" and page % config.block_kv == 0 and starts_aligned
+    return {
+        "H": problem.num_heads,
+        "R": config.rows,
+        "ROW_TILES": config.row_tiles,
+        "BN": config.block_kv,
+        "FORMAT": problem.format,
+        "STRIDE_TOKEN": stride_token,
+        "STRIDE_SCALE": stride_scale if problem.format == "mxfp4" else 0,
+        "UNIT": (8 if problem.format == "bf16" else 4) if aligned else 1,
+        "TABLE": problem.table_kind,
+        "PAGE_SIZE": page,
+        "TILE_IN_PAGE": one_page,
+        "RAGGED_Q": problem.ragged_q,
+        "CAUSAL": problem.causal,
+        "MANY_Q": problem.max_q_len > 1,
+        "CAPPED": problem.logit_cap > 0,
+        "WRITE_LSE": problem.return_lse,
+        "SPLIT_Q": problem.q_dtype == "fp16" and problem.format != "fp8",
+        "PLAN": _plan_kind(problem),
+        "FIXED_SIZE": problem.split_size is not None,
+        "BATCH_POW2": max(16, 1 << max(0, problem.batch - 1).bit_length()) if _plan_kind(problem) == "inline" else 16,
+        "GRANULARITY": config.block_kv,
+        "PTX": device.kind == "cuda",
+        "NUM_WARPS": config.num_warps,
+        "NUM_STAGES": config.num_stages,
+    }
+
+
+def _strides(name: str, tensor: torch.Tensor, unit_bytes: int) -> tuple[int, int, bool]:
+    """(page stride, token stride, aligned) of a cache tensor, in 16-byte units if possible, else in units of ``unit_bytes``."""
+    page, token = tensor.stride(0) * tensor.element_size(), tensor.stride(1) * tensor.element_size()
+    for unit in (16, unit_bytes):
+        if page % unit == 0 and token % unit == 0 and tensor.data_ptr() % unit == 0:
+            return page // unit, token // unit, unit == 16
+    raise InvalidArgument(
+        f"{name}: the Triton backend reads rows as {unit_bytes}-byte words, got page stride {page}, token stride {token} bytes and an "
+        f"address that is {tensor.data_ptr() % unit_bytes} mod {unit_bytes}. Use multiples of {unit_bytes}, best of 16."
+    )
+
+
+class TritonBackend:
+    """See :class:`leanmla.backends.Backend`."""
+
+    name = "triton"
+
+    def why_not(self, problem: DecodeProblem, device: DeviceInfo) -> str | None:
+        """None if it can run ``problem``, otherwise why not."""
+        missing = triton_missing()
+        if missing is not None:
+            return missing
+        if device.kind == "cuda":
+            if device.sm < 80:
+                return f"needs sm_80 or newer, this GPU is {device.arch}"
+        elif device.kind == "hip":
+            if not device.arch.startswith(("gfx942", "gfx950")):
+                return f"needs gfx942 or gfx950, this GPU is {device.arch}"
+        else:
+            return "needs a GPU"
+        if problem.max_kv_len >= 1 << 27:
+            return f"plans sequences below {1 << 27} keys, the tables allow {problem.max_kv_len}"
+        return None
+
+    def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
+        """How it would run ``problem``."""
+        config = decode_config(problem, device)
+        return LaunchConfig(
+            backend=self.name,
+            kernel="leanmla/kernels/triton/decode.py",
+            block_rows=config.rows,
+            block_kv=config.block_kv,
+            num_workers=config.num_workers(device),
+            reason=config.reason,
+            extra=(
+                ("num_warps", str(config.num_warps)),
+                ("num_stages", str(config.num_stages)),
+                ("row_tiles", str(config.row_tiles)),
+                ("planning", _plan_kind(problem)),
+            ),
+        )
+
+    def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
+        """Scratch for problems up to ``problem``."""
+        info = describe(device)
+        config = decode_config(problem, info)
+        items = max_items(problem, config.block_kv, config.num_workers(info))
+        tiles = items * config.row_tiles * config.rows if problem.num_kv_splits != 1 else 0
+
+        def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(max(n, 1), dtype=dtype, device=device)
+
+        return Workspace(
+            capacity=problem,
+            partial_out=empty(tiles * DIMS.v_head_dim, torch.float32),
+            partial_lse=empty(tiles, torch.float32),
+            splits=empty(problem.batch, torch.int32),
+            first=empty(problem.batch, torch.int32),
+            item_seq=empty(items, torch.int32),
+            num_items=empty(1, torch.int32),
+            factors=_factors(device),
+        )
+
+    def run(self, args: DecodeArgs, workspace: object) -> None:
+        """Launch plan (large batches), decode and, unless there is one split, combine."""
+        assert isinstance(workspace, Workspace)
+        problem = args.problem
+        if problem.batch == 0 or problem.total_q == 0:
+            return
+        launch(args, workspace, decode_config(problem, describe(args.q.device)), describe(args.q.device))
+
+
+def launch(args: DecodeArgs, ws: Workspace, config: TritonConfig, device: DeviceInfo) -> None:
+    """Launch the kernels for a checked call with given block sizes."""
+    from .combine import combine_kernel
+    from .decode import decode_kernel
+    from .plan import plan_kernel
+
+    problem, table, cache = args.problem, args.table, args.cache
+    num_workers = config.num_workers(device)
+    items = max_items(problem, config.block_kv, num_workers)
+    tiles = items * config.row_tiles * config.rows
+    if problem.num_kv_splits != 1 and (tiles > ws.partial_lse.numel() or problem.batch > ws.splits.numel()):
+        raise CapacityExceeded(
+            f"workspace: made for {ws.capacity}, this call ({problem}) needs room for {tiles} partial rows, it has "
+            f"{ws.partial_lse.numel()}. Make a plan with a larger capacity."
+        )
+    stride_page, stride_token, aligned = _strides("cache", cache.data, 2 if problem.format == "bf16" else 4)
+    scale = cache.scale
+    scale_page, scale_token = (scale.stride(0), scale.stride(1)) if scale is not None and scale.ndim == 3 else (0, 0)
+    elements = (8 if problem.format == "bf16" else 4) if aligned else 1
+    constants = decode_constants(
+        problem, config, device, aligned=aligned, stride_token=stride_token * elements, stride_scale=scale_token
+    )
+    nothing = ws.num_items  # stands where a table kind has no such tensor
+    plan = constants["PLAN"]
+    table_pointers = (
+        table.kv_indptr if table.kv_indptr is not None else nothing,
+        table.kv_last_page_len if table.kv_last_page_len is not None else nothing,
+        table.cache_seqlens if table.cache_seqlens is not None else nothing,
+    )
+    split_size = problem.split_size or 1
+    q_len = problem.total_q // problem.batch
+    lse = args.lse if args.lse is not None else nothing
+    stride_lse = args.lse.stride(0) if args.lse is not None else 0
+    if plan == "table":
+        plan_kernel[(1,)](
+            ws.splits, ws.first, ws.item_seq, ws.num_items, *table_pointers, ws.factors, problem.batch, num_workers, split_size,
+            TABLE=problem.table_kind, PAGE_SIZE=problem.page_size, GRANULARITY=config.block_kv,
+            FIXED_SIZE=constants["FIXED_SIZE"], CHUNK=_PLAN_CHUNK, num_warps=8,
+        )  # fmt: skip
+    decode_kernel[(items * config.row_tiles,)](
+        args.out, lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first, ws.item_seq, ws.num_items, ws.factors,
+        args.q, cache.data, scale if scale is not None else nothing,
+        table.page_ids if table.page_ids is not None else nothing, *table_pointers,
+        args.qo_indptr if args.qo_indptr is not None else nothing,
+        problem.batch, num_workers, problem.num_kv_splits or 1, split_size, q_len, args.sm_scale, problem.logit_cap,
+        args.q.stride(0), args.q.stride(1), args.out.stride(0), args.out.stride(1), stride_lse,
+        stride_page, scale_page,
+        table.page_ids.stride(0) if table.kind == "block_table" else 0,
+        **constants, num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
+    if problem.num_kv_splits == 1:
+        return
+    merge = combine_config(problem, device)
+    row_groups = problem.num_heads * problem.max_q_len
+    combine_kernel[(problem.batch * row_groups * (DIMS.v_head_dim // merge.cols),)](
+        args.out, lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first,
+        args.qo_indptr if args.qo_indptr is not None else nothing,
+        problem.batch, problem.num_kv_splits or 1, q_len, args.out.stride(0), args.out.stride(1), stride_lse, row_groups,
+        H=problem.num_heads, R=config.rows, ROW_TILES=config.row_tiles, RAGGED_Q=problem.ragged_q,
+        WRITE_LSE=problem.return_lse, PLAN=plan, PARTS=merge.parts, COLS=merge.cols, PDL=False, num_warps=merge.num_warps,
+    )  # fmt: skip
+
+
+_FACTORS: dict[torch.device, torch.Tensor] = {}
+
+
+def _factors(device: torch.device) -> torch.Tensor:
+    """The planner's candidates on a device; made once, outside any graph capture since plans are made outside."""
+    if device not in _FACTORS:
+        _FACTORS[device] = torch.tensor([*CHUNK_CANDIDATES, 0], dtype=torch.int32, device=device)
+    return _FACTORS[device]
+
+
+BACKEND = TritonBackend()

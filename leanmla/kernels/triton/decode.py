@@ -1,0 +1,527 @@
+"""Split-KV MLA decode attention for every cache format: one program computes one item for one tile of query rows.
+
+Query rows of a sequence are (token, head) pairs, row r = token * num_heads + head; tiles of R rows share a pass over the
+keys, so 16 heads and 1 token fill a tile of 16, 20 heads and 3 tokens fill a tile of 64 but for 4 masked rows.
+
+Both products have the keys on the M side of the matrix instruction (operands swapped):
+
+    S^T [BN keys x R rows]    = K [BN x 576] Q^T [576 x R]
+    O^T [512 x R rows]       += V^T [512 x BN] P^T [BN x R]
+
+so that 16 rows cost 16 columns of wgmma instead of being padded to its 64 rows, and the accumulator of 16 rows is 64
+registers a thread for 4 warps. V is the K operand read transposed, from the same shared memory.
+
+Grid: (items * row_tiles,), row tiles of an item next to each other so that they share the keys through L2. A program
+beyond the last item exits. An item that is its sequence's only one writes the output; others write partial results
+for ``combine``.
+
+In flight, formats that are decoded (registers are the pipeline stage, shared memory holds one decoded tile)::
+
+    step i      decode tile i -> shared | issue loads of tile i+1 | QK(i) | softmax(i) | PV(i)
+
+bf16 needs no decoding and uses asynchronous copies into NUM_STAGES shared buffers instead.
+
+Keys past a range's end are hidden by selecting -inf, never by multiplying, and what stands in for them is finite: zeros,
+or a repetition of the last key. Page-table slots past the last key are not read.
+"""
+
+import triton
+import triton.language as tl
+
+from .formats import decode, flag_nan, has_flag, hide_rows, load_words, nan_tokens, no_flags, tile_scales
+from .plan import find_item, key_range, kv_length
+
+#: P is stored as 16-bit floats scaled by 2**P_SHIFT, so that fp16's subnormals begin at weights of 2**-24.
+P_SHIFT = tl.constexpr(10.0)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def token_rows(
+    n,  # first key of the tile
+    end,  # end of the range, > 0
+    pages_ptr,  # int32: this sequence's page ids (unused for contiguous)
+    first_slot,  # int64: slot of key 0 (contiguous)
+    stride_page,
+    STRIDE_TOKEN: tl.constexpr,  # elements
+    UNIT: tl.constexpr,  # stride_page counts this many elements
+    BN: tl.constexpr,
+    TABLE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE_IN_PAGE: tl.constexpr,  # PAGE_SIZE is a multiple of BN and n of BN: one page id serves the tile
+):
+    """Where the tile's rows lie, in elements: (int64 offset of the tile, offsets [BN] in it).
+
+    In page mode rows past the end are the rest of the page, which exists; their offsets are constants. Otherwise rows past
+    the end repeat the last key, and no page id past it is read.
+    """
+    row = tl.arange(0, BN)
+    if BN * STRIDE_TOKEN >= 2**31:
+        row = row.to(tl.int64)
+    if TILE_IN_PAGE:
+        page = tl.load(pages_ptr + n // PAGE_SIZE).to(tl.int64)
+        first = page * stride_page * UNIT + (tl.zeros([], tl.int64) + n % PAGE_SIZE) * STRIDE_TOKEN
+        at = row * STRIDE_TOKEN
+    elif TABLE == "contiguous":
+        first = (first_slot + n) * STRIDE_TOKEN
+        at = tl.minimum(row, end - 1 - n) * STRIDE_TOKEN
+    else:
+        key = tl.minimum(n + row, end - 1)
+        page = tl.load(pages_ptr + key // PAGE_SIZE).to(tl.int64)
+        first = tl.zeros([], tl.int64)
+        at = page * stride_page * UNIT + (key % PAGE_SIZE).to(tl.int64) * STRIDE_TOKEN
+    return first, at
+
+
+@triton.jit
+def load_tile(
+    n, end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
+    FORMAT: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE_IN_PAGE: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Keys n .. n + BN - 1 as stored; of those past the end, any."""
+    base, at = token_rows(n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE)
+    if FORMAT == "mxfp4":
+        base_scale, at_scale = token_rows(
+            n, end, pages_ptr, first_slot, stride_scale_page, STRIDE_SCALE, 1, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE
+        )
+        return load_words(words_ptr + base, scale_ptr + base_scale, at, at_scale, FORMAT)
+    else:
+        return load_words(words_ptr + base, scale_ptr, at, at, FORMAT)
+
+
+@triton.jit
+def split2(x):
+    """[m, n] -> columns with even and odd index."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def split4(x):
+    """[m, n] -> columns with index 0, 1, 2, 3 mod 4."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def chunks4(x):
+    """[m, n] -> four [m, n // 4] of consecutive columns."""
+    x = tl.permute(tl.reshape(x, [x.shape[0], 2, 2, x.shape[1] // 4]), (0, 3, 1, 2))
+    even, odd = tl.split(x)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def transposed(xs):
+    """Each of a tuple transposed."""
+    ys = ()
+    for j in tl.static_range(len(xs)):
+        ys = ys + (tl.trans(xs[j]),)
+    return ys
+
+
+@triton.jit
+def zeroed(xs):
+    """Zeros like each of a tuple."""
+    ys = ()
+    for j in tl.static_range(len(xs)):
+        ys = ys + (tl.zeros_like(xs[j]),)
+    return ys
+
+
+@triton.jit
+def query_operands(nope, rope, FORMAT: tl.constexpr):
+    """[R, 512] and [R, 64] -> (latent, rope) operands, transposed and split along d as ``formats.decode`` splits keys."""
+    if FORMAT == "mxfp4":
+        return transposed(split4(nope)), transposed(split4(rope))
+    elif FORMAT == "fp8":
+        return transposed(split2(nope)), transposed(split2(rope))
+    elif FORMAT == "fp8_tile128":
+        c0, c1, c2, c3 = chunks4(nope)
+        return transposed(split2(c0) + split2(c1) + split2(c2) + split2(c3)), (tl.trans(rope),)
+    else:
+        return (tl.trans(nope),), (tl.trans(rope),)
+
+
+@triton.jit
+def dot_all(s, ks, qs):
+    """s + the sum of the products of two tuples of operands."""
+    for j in tl.static_range(len(ks)):
+        s = tl.dot(ks[j], qs[j], s)
+    return s
+
+
+@triton.jit
+def dot_tiles(ks, qs, scales):
+    """tile128: latent logits. Operands 2t and 2t+1 are tile t, whose sum takes its scale."""
+    s = tl.dot(ks[1], qs[1], tl.dot(ks[0], qs[0])) * scales[0][:, None]
+    s += tl.dot(ks[3], qs[3], tl.dot(ks[2], qs[2])) * scales[1][:, None]
+    s += tl.dot(ks[5], qs[5], tl.dot(ks[4], qs[4])) * scales[2][:, None]
+    s += tl.dot(ks[7], qs[7], tl.dot(ks[6], qs[6])) * scales[3][:, None]
+    return s
+
+
+@triton.jit
+def soft_weights(s, m, n, bound, factor, cap, lift, CAPPED: tl.constexpr, LIFTED: tl.constexpr):
+    """Logits to weights against a running reference: (P * 2**P_SHIFT [BN, R], factor for old sums [R], new reference [R]).
+
+    The reference is the largest logit, or with LIFTED the largest logit + lift, lift [BN] being log2 of what the weights of
+    a key are multiplied with later.
+    """
+    x = s * factor[None, :]
+    if CAPPED:
+        # cap * tanh(x / cap) in base 2: tanh(y) = 1 - 2 / (exp(2 y) + 1), right at both infinities.
+        x = (cap * LOG2E) * (1.0 - 2.0 / (tl.exp2(x * (2.0 / cap)) + 1.0))
+    key = n + tl.arange(0, s.shape[0])
+    x = tl.where(key[:, None] < bound[None, :], x, float("-inf"))
+    if LIFTED:
+        top = tl.maximum(m, tl.max(x + lift[:, None], 0))
+    else:
+        top = tl.maximum(m, tl.max(x, 0))
+    # A row that has seen nothing yet: -inf - 0 keeps its weights 0, -inf - -inf would be NaN.
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    return tl.exp2(x - (reference - P_SHIFT)[None, :]), tl.exp2(m - reference), top
+
+
+@triton.jit
+def log2_of_largest(scales):
+    """tile128: log2 of a token's largest scale [BN], at least -64 so that no weight overflows."""
+    top = tl.maximum(tl.maximum(tl.abs(scales[0]), tl.abs(scales[1])), tl.maximum(tl.abs(scales[2]), tl.abs(scales[3])))
+    return tl.log2(tl.maximum(top, 5.421010862427522e-20))  # 2**-64
+
+
+@triton.jit
+def accumulate(accs, ks, p, alpha, scales, FORMAT: tl.constexpr):
+    """acc * alpha + V^T P^T for each part of d."""
+    new = ()
+    for j in tl.static_range(len(ks)):
+        if FORMAT == "fp8_tile128":
+            weights = (p * scales[j // 2][:, None]).to(ks[j].dtype)
+        else:
+            weights = p.to(ks[j].dtype)
+        new = new + (tl.dot(tl.trans(ks[j]), weights, accs[j] * alpha[None, :]),)
+    return new
+
+
+@triton.jit
+def interleave2(even, odd):
+    """[n, R] twice -> [2n, R] with rows in turns."""
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), [2 * even.shape[0], even.shape[1]])
+
+
+@triton.jit
+def in_order(accs, R: tl.constexpr, FORMAT: tl.constexpr):
+    """Parts of d back in order: [512, R]."""
+    if FORMAT == "mxfp4":
+        x = tl.join(tl.join(accs[0], accs[1]), tl.join(accs[2], accs[3]))  # [128, R, d % 2, d // 2 % 2]
+        return tl.reshape(tl.permute(x, (0, 3, 2, 1)), [512, R])
+    elif FORMAT == "fp8":
+        return interleave2(accs[0], accs[1])
+    elif FORMAT == "fp8_tile128":
+        low = tl.join(interleave2(accs[0], accs[1]), interleave2(accs[2], accs[3]))
+        high = tl.join(interleave2(accs[4], accs[5]), interleave2(accs[6], accs[7]))
+        return tl.reshape(tl.permute(tl.join(low, high), (3, 2, 0, 1)), [512, R])  # [128, R, tile % 2, tile // 2]
+    else:
+        return accs[0]
+
+
+@triton.jit
+def careful_pass(
+    data_ptr, pages_ptr, first_slot, stride_page, start, end, bound, factor, cap,
+    q, qr, q_lo, qr_lo,
+    R: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr, PAGE_SIZE: tl.constexpr, CAPPED: tl.constexpr,
+    SPLIT_Q: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """A bf16 range once more, with non-finite values hidden from the rows that do not see their key.
+
+    Only run when the fast pass met one. Small tiles: it need not be fast, and must not cost the fast pass registers.
+    """
+    BS: tl.constexpr = 16
+    m = tl.full([R], float("-inf"), tl.float32)
+    l = tl.zeros([R], tl.float32)
+    acc = tl.zeros([512, R], tl.float32)
+    for n in tl.range(start, end, BS, num_stages=1):
+        base, at = token_rows(n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BS, TABLE, PAGE_SIZE, False)
+        k = tl.load(data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :])
+        r = tl.load(data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :])
+        s = tl.dot(r, qr, tl.dot(k, q))
+        if SPLIT_Q:
+            s = tl.dot(r, qr_lo, tl.dot(k, q_lo, s))
+        p, alpha, m = soft_weights(s, m, n, bound, factor, cap, 0.0, CAPPED, False)
+        l = l * alpha + tl.sum(p, 0)
+        # Rows that see such a key already have NaN (or infinite) weights from its logit.
+        v = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, tl.zeros_like(k))
+        acc = tl.dot(tl.trans(v), p.to(k.dtype), acc * alpha[None, :])
+    return acc, m, l
+
+
+@triton.jit
+def decode_kernel(
+    out_ptr,  # [total_q, num_heads, 512] bf16 | fp16
+    lse_ptr,  # [total_q, num_heads] fp32, natural log
+    partial_out_ptr,  # [items, row_tiles, R, 512] fp32
+    partial_lse_ptr,  # [items, row_tiles, R] fp32, base 2
+    splits_ptr,  # [batch] int32: splits of each sequence; written here unless PLAN == "table"
+    first_ptr,  # [batch] int32: number of each sequence's first item; likewise
+    item_seq_ptr,  # [items] int32: sequence of each item (PLAN == "table")
+    num_items_ptr,  # [1] int32 (PLAN == "table")
+    factors_ptr,  # [32] int32: split_plan.CHUNK_CANDIDATES, then 0
+    q_ptr,  # [total_q, num_heads, 576] bf16 | fp16
+    data_ptr,  # [num_pages, page_size, W]: bf16, or bytes (fp8, mxfp4, fp8_tile128)
+    scale_ptr,  # fp8: fp32 [1]; mxfp4: E8M0 bytes [num_pages, page_size, 18]
+    page_ids_ptr,  # csr: [n] int32; block_table: [batch, width] int32
+    kv_indptr_ptr,  # [batch+1] int32
+    kv_last_ptr,  # [batch] int32
+    seqlens_ptr,  # [batch] int32
+    qo_indptr_ptr,  # [batch+1] int32 (RAGGED_Q)
+    batch,
+    num_workers,  # items that run at the same time
+    num_splits,  # splits of every sequence (PLAN == "fixed")
+    split_size,  # keys of an item (FIXED_SIZE)
+    q_len,  # query rows of every sequence (not RAGGED_Q)
+    sm_scale,
+    logit_cap,
+    stride_q_token,
+    stride_q_head,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_page,  # in units of UNIT elements (bf16) or words
+    stride_scale_page,  # bytes
+    stride_table,
+    H: tl.constexpr,
+    R: tl.constexpr,  # query rows a tile
+    ROW_TILES: tl.constexpr,
+    BN: tl.constexpr,  # keys a tile
+    FORMAT: tl.constexpr,
+    UNIT: tl.constexpr,  # strides are multiples of this many elements or words: tells the compiler that rows are aligned
+    STRIDE_TOKEN: tl.constexpr,  # elements or words; constant, so that a tile's rows are constant offsets
+    STRIDE_SCALE: tl.constexpr,  # bytes
+    TABLE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE_IN_PAGE: tl.constexpr,
+    RAGGED_Q: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MANY_Q: tl.constexpr,  # some sequence may have several query tokens
+    CAPPED: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    SPLIT_Q: tl.constexpr,  # fp16 queries on bf16 keys: two bf16 terms, hi + lo, hold them exactly
+    PLAN: tl.constexpr,  # "fixed" | "inline" | "table"
+    FIXED_SIZE: tl.constexpr,
+    BATCH_POW2: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    PTX: tl.constexpr,  # NVIDIA: packed bf16 arithmetic by inline PTX
+    NUM_WARPS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    unit = pid // ROW_TILES
+    tile = pid % ROW_TILES
+
+    # -- which item
+    if PLAN == "fixed":
+        b = unit // num_splits
+        split = unit % num_splits
+        n_splits = num_splits
+    elif PLAN == "inline":
+        b, split, n_splits = find_item(
+            unit, batch, num_workers, split_size, factors_ptr, kv_indptr_ptr, kv_last_ptr, seqlens_ptr,
+            TABLE, PAGE_SIZE, GRANULARITY, FIXED_SIZE, BATCH_POW2,
+        )  # fmt: skip
+    else:
+        b = tl.load(item_seq_ptr + unit)
+        b = tl.where(unit < tl.load(num_items_ptr), b, batch)
+        exists = b < batch
+        n_splits = tl.load(splits_ptr + b, mask=exists, other=1)
+        split = unit - tl.load(first_ptr + b, mask=exists, other=0)
+    if b >= batch:
+        return
+    if PLAN == "inline":
+        if (split == 0) & (tile == 0):
+            tl.store(splits_ptr + b, n_splits)
+            tl.store(first_ptr + b, unit)
+
+    # -- its query rows and keys
+    if RAGGED_Q:
+        q_first = tl.load(qo_indptr_ptr + b)
+        n_tokens = tl.load(qo_indptr_ptr + b + 1) - q_first
+    else:
+        q_first = b * q_len
+        n_tokens = q_len
+    if tile * R >= n_tokens * H:
+        return
+    kv_len = kv_length(b, True, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+    start, end = key_range(kv_len, split, n_splits, split_size, GRANULARITY, FIXED_SIZE)
+    row = tile * R + tl.arange(0, R)
+    token = row // H
+    head = row % H
+    used = token < n_tokens
+    if CAUSAL:
+        bound = tl.where(used, kv_len - n_tokens + token + 1, 0)  # keys below it are visible to the row
+    else:
+        bound = tl.where(used, kv_len, 0)
+    bound = tl.minimum(bound, end)
+    end = tl.minimum(end, tl.max(bound, 0))
+
+    m = tl.full([R], float("-inf"), tl.float32)
+    l = tl.zeros([R], tl.float32)
+    PARTS: tl.constexpr = 1 if FORMAT == "bf16" else (2 if FORMAT == "fp8" else (4 if FORMAT == "mxfp4" else 8))
+    accs = ()
+    for _ in tl.static_range(PARTS):
+        accs = accs + (tl.zeros([512 // PARTS, R], tl.float32),)
+    value_factor = 1.0
+    if start < end:
+        # -- queries, as operands of the keys' types
+        q_at = (q_first + token).to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
+        nope = tl.load(q_ptr + q_at[:, None] + tl.arange(0, 512)[None, :], mask=used[:, None], other=0.0)
+        rope = tl.load(q_ptr + q_at[:, None] + (512 + tl.arange(0, 64))[None, :], mask=used[:, None], other=0.0)
+        factor = tl.full([R], sm_scale * LOG2E, tl.float32)
+        latent_factor = factor  # of the latent part of a logit where it differs (tile128)
+        if FORMAT == "fp8" or FORMAT == "fp8_tile128":
+            # To fp16 by a power of two of the row, so exactly: the row's largest value lands in 2**12 .. 2**13. Its inverse
+            # goes into the logits with the keys' 2**8; the values' 2**8 is undone at the end.
+            value_factor = 256.0
+            peak = tl.max(tl.abs(nope.to(tl.float32)), 1)
+            if FORMAT == "fp8":
+                value_factor = tl.load(scale_ptr) * 256.0
+                peak = tl.maximum(peak, tl.max(tl.abs(rope.to(tl.float32)), 1))
+            exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 13), 253)
+            up = ((266 - exponent) << 23).to(tl.float32, bitcast=True)
+            latent_factor = ((exponent - 12) << 23).to(tl.float32, bitcast=True) * value_factor
+            hi = (nope.to(tl.float32) * up[:, None]).to(tl.float16)
+            if FORMAT == "fp8":
+                factor = factor * latent_factor
+                rope_hi = (rope.to(tl.float32) * up[:, None]).to(tl.float16)
+            else:
+                rope_hi = rope.to(tl.bfloat16)
+        else:
+            hi = nope.to(tl.bfloat16)
+            rope_hi = rope.to(tl.bfloat16)
+        q, qr = query_operands(hi, rope_hi, FORMAT)
+        q_lo, qr_lo = q, qr
+        if SPLIT_Q:
+            lo = (nope.to(tl.float32) - hi.to(tl.float32)).to(hi.dtype)
+            rope_lo = (rope.to(tl.float32) - rope_hi.to(tl.float32)).to(tl.bfloat16)
+            q_lo, qr_lo = query_operands(lo, rope_lo, FORMAT)
+
+        # -- keys
+        pages_ptr = page_ids_ptr
+        first_slot = tl.zeros([], tl.int64)
+        if TABLE == "csr":
+            pages_ptr = page_ids_ptr + tl.load(kv_indptr_ptr + b)
+        elif TABLE == "block_table":
+            pages_ptr = page_ids_ptr + b.to(tl.int64) * stride_table
+        else:
+            first_slot = tl.load(kv_indptr_ptr + b).to(tl.int64)
+        sums = tl.zeros([BN, R], tl.float32)  # of P, per lane; one exchange at the end
+        if FORMAT == "bf16":
+            acc = accs[0]
+            for n in tl.range(start, end, BN, num_stages=NUM_STAGES):
+                base, at = token_rows(
+                    n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE
+                )
+                k_ptr = data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :]
+                r_ptr = data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :]
+                if TILE_IN_PAGE:
+                    # The rest of the page is not ours; asynchronous copies fill with zeros at no cost.
+                    keep = (n + tl.arange(0, BN) < end)[:, None]
+                    k = tl.load(k_ptr, mask=keep, other=0.0)
+                    r = tl.load(r_ptr, mask=keep, other=0.0)
+                else:
+                    k = tl.load(k_ptr)
+                    r = tl.load(r_ptr)
+                s = tl.dot(r, qr[0], tl.dot(k, q[0]))
+                if SPLIT_Q:
+                    s = tl.dot(r, qr_lo[0], tl.dot(k, q_lo[0], s))
+                p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, 0.0, CAPPED, False)
+                sums = sums * alpha[None, :] + p
+                acc = tl.dot(tl.trans(k), p.to(tl.bfloat16), acc * alpha[None, :])
+            l = tl.sum(sums, 0)
+            if MANY_Q and CAUSAL:
+                # A value that is not finite reaches the rows that do not see it as 0 * NaN: look again if one turned up.
+                if tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1) != 0:
+                    acc, m, l = careful_pass(
+                        data_ptr, pages_ptr, first_slot, stride_page, start, end, bound, factor, logit_cap,
+                        q[0], qr[0], q_lo[0], qr_lo[0], R, UNIT, TABLE, PAGE_SIZE, CAPPED, SPLIT_Q, STRIDE_TOKEN,
+                    )  # fmt: skip
+            accs = (acc,)
+        else:
+            TILED: tl.constexpr = FORMAT == "fp8_tile128"
+            words_ptr = data_ptr.to(tl.pointer_type(tl.int32))
+            last = start + (end - 1 - start) // BN * BN
+            raw = load_tile(
+                start, end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
+                FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
+            )  # fmt: skip
+            bad = no_flags(BN, FORMAT, NUM_WARPS)
+            # One trip, which the machine-code compiler can tell and the tile compiler cannot: inside, the decoded tile is a
+            # block argument, and those become operands in shared memory that both products read. Outside, the tile
+            # compiler would bring each product's operand into registers by a trip through shared memory of its own.
+            one = tl.minimum(tl.maximum(batch, 1), 1)
+            for n in tl.range(start, end, BN, num_stages=1):
+                if TILE_IN_PAGE:
+                    if n + BN > end:
+                        # The rest of the page is not ours: it must not raise a flag.
+                        raw = hide_rows(raw, n + tl.arange(0, BN) < end)
+                bad = flag_nan(bad, raw, FORMAT, NUM_WARPS)
+                k, r = decode(raw, FORMAT, PTX)
+                scales = tile_scales(raw, FORMAT)
+                for i in tl.range(0, one, num_stages=1):
+                    # i is 0; with it in the address the loads stay here, behind the stores of the decoded tile, whose
+                    # registers they take over.
+                    raw = load_tile(
+                        tl.minimum(n + BN + i * BN, last), end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page,
+                        stride_scale_page, FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
+                    )  # fmt: skip
+                    lift = 0.0
+                    if TILED:
+                        lift = log2_of_largest(scales)
+                        s = dot_tiles(k, q, scales) * latent_factor[None, :]
+                    else:
+                        s = dot_all(tl.zeros([BN, R], tl.float32), k, q)
+                        if SPLIT_Q:
+                            s = dot_all(s, k, q_lo)
+                    s = dot_all(s, r, qr)
+                    if SPLIT_Q:
+                        s = dot_all(s, r, qr_lo)
+                    p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, lift, CAPPED, TILED)
+                    sums = sums * alpha[None, :] + p
+                    accs = accumulate(accs, k, p, alpha, scales, FORMAT)
+                    # Never used: they make the operands loop-carried.
+                    k = zeroed(k)
+                    r = zeroed(r)
+            l = tl.sum(sums, 0)
+            if has_flag(bad, FORMAT) != 0:
+                # Some key holds a NaN: find the first such, and make NaN of the rows that see it.
+                worst = end
+                for n in tl.range(start, end, BN, num_stages=1):
+                    raw = load_tile(
+                        n, end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
+                        FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
+                    )  # fmt: skip
+                    key = n + tl.arange(0, BN)
+                    worst = tl.minimum(worst, tl.min(tl.where(nan_tokens(raw, FORMAT) != 0, key, end), 0))
+                l = tl.where(worst < bound, float("nan"), l)
+
+    # -- results; a row that saw nothing has l = 0
+    seen = l != 0.0  # NaN counts as seen
+    lse2 = tl.where(seen, m + (tl.log2(l) - P_SHIFT), float("-inf"))
+    inverse = tl.where(seen, value_factor / tl.where(seen, l, 1.0), 0.0)
+    o = in_order(accs, R, FORMAT) * inverse[None, :]
+    d = tl.arange(0, 512)
+    if n_splits == 1:
+        out_at = (q_first + token).to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
+        tl.store(out_ptr + out_at[None, :] + d[:, None], o.to(out_ptr.dtype.element_ty), mask=used[None, :])
+        if WRITE_LSE:
+            lse_at = (q_first + token).to(tl.int64) * stride_lse_token + head
+            tl.store(lse_ptr + lse_at, lse2 / LOG2E, mask=used)
+    else:
+        slot = (unit.to(tl.int64) * ROW_TILES + tile) * R + tl.arange(0, R)
+        tl.store(partial_lse_ptr + slot, lse2)
+        if start < end:
+            # Of an empty item only the lse is read.
+            tl.store(partial_out_ptr + slot[None, :] * 512 + d[:, None], o)

@@ -1,0 +1,291 @@
+"""Cache formats inside kernels: how a tile of stored keys becomes 16-bit matrix operands.
+
+A tile is read as 32-bit words and decoded with word-wide integer operations that work on two values at once. To keep
+every value in the lane that loaded it, the key's dimensions are split by d mod 2 (fp8) or d mod 4 (mxfp4) into
+separate operands: word operations then produce whole registers of an operand, and no byte or nibble ever has to move.
+Queries are split the same way, and so are the accumulators of the output, which are interleaved once at the end.
+
+======== ============================================== ============= ============================================
+format   a word holds                                   operands      what the operand is
+======== ============================================== ============= ============================================
+bf16     --                                             1 x bf16      the key
+fp8      4 e4m3: d = 4i .. 4i+3                         2 x fp16      key * 2**-8 / scale, exact
+mxfp4    8 e2m1: d = 8i .. 8i+7, low nibble first       4 x bf16      the key, exact
+tile128  4 e4m3; rope: 2 bf16                           8 x fp16,     latent / scale * 2**-8, exact (4 tiles of d x
+                                                        1 x bf16      even, odd); rope, exact
+======== ============================================== ============= ============================================
+
+Scales that differ within a key cannot leave a sum over d. mxfp4's are powers of two and go into the operand, exactly.
+tile128's are any fp32 numbers: they multiply the partial sums of their 128 dimensions (logits) and the weights (values).
+
+NaN. The decoders give *finite* values for codes that stand for NaN and report them apart, because an operand with a NaN
+in it would poison rows that do not see that key (0 * NaN). The kernel collects the reports, and in the rare tile range
+that has one it looks up which rows see it.
+"""
+
+import triton
+import triton.language as tl
+
+
+#: From this E8M0 byte on a key counts as NaN: 255 is, and with 2**126 and 2**127 the largest codes overflow bf16 and fp32.
+E8M0_NOT_FINITE = tl.constexpr(253)
+
+
+@triton.jit
+def bit_or(a, b):
+    return a | b
+
+
+@triton.jit
+def half_words(w, DTYPE: tl.constexpr):
+    """Words [m, n] of two 16-bit values each -> values [m, 2n], low half first. Register relabelling, no instruction."""
+    low = (w & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    high = (w >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.reshape(tl.join(low, high), [w.shape[0], 2 * w.shape[1]])
+
+
+@triton.jit
+def e4m3_pairs(w):
+    """Words of e4m3 bytes b3 b2 b1 b0 -> (words of fp16 (b2, b0), of (b3, b1)), each value * 2**-8.
+
+    e4m3 shifted left by 7 is fp16 with an exponent bias that is 8 too small: exact for every code, subnormals included.
+    The two NaN codes come out as +-1.875; see :func:`e4m3_nan`.
+    """
+    even = ((w << 8) & -2147450880) | ((w << 7) & 0x3F803F80)  # -2147450880 = 0x80008000
+    odd = (w & -2147450880) | ((w >> 1) & 0x3F803F80)
+    return even, odd
+
+
+@triton.jit
+def e4m3_nan(w):
+    """Words whose bytes have bit 7 set where the byte is a NaN (0x7F or 0xFF); the other bits mean nothing."""
+    return (w & 0x7F7F7F7F) + 0x01010101
+
+
+@triton.jit
+def any_nan(flags):
+    """Whether an OR of :func:`e4m3_nan` words reports a NaN."""
+    return (flags & -2139062144) != 0  # 0x80808080
+
+
+@triton.jit
+def e2m1_pairs(w, J: tl.constexpr):
+    """Words of 8 nibbles -> words of bf16 (nibble J+4, nibble J), each value * 2**-126.
+
+    e2m1's exponent bias is 1 and bf16's 127, so magnitude bits at 6..8 are the value * 2**-126; the one subnormal, 0.5,
+    becomes the bf16 subnormal 2**-127.
+    """
+    if J == 0:
+        return ((w << 12) & -2147450880) | ((w << 6) & 0x01C001C0)
+    elif J == 1:
+        return ((w << 8) & -2147450880) | ((w << 2) & 0x01C001C0)
+    elif J == 2:
+        return ((w << 4) & -2147450880) | ((w >> 2) & 0x01C001C0)
+    else:
+        return (w & -2147450880) | ((w >> 6) & 0x01C001C0)
+
+
+@triton.jit
+def scaled_bf16(w, scale_bits, PTX: tl.constexpr):
+    """Words of bf16 pairs * 2**126 * scale -> bf16 values [m, 2n]; scale_bits: words of the scale's bf16 bits, twice.
+
+    Two multiplications because 2**126 * scale may pass bf16's range; each is exact.
+    """
+    if PTX:
+        # fma with -0.0: packed bf16 multiplication of sm_80 and newer; subnormals are honoured.
+        w = tl.inline_asm_elementwise(
+            "{ .reg .b32 z, c; mov.b32 z, 0x80008000; mov.b32 c, 0x7E807E80;"
+            " fma.rn.bf16x2 c, $1, c, z; fma.rn.bf16x2 $0, c, $2, z; }",
+            "=r,r,r",
+            [w, scale_bits],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        return half_words(w, tl.bfloat16)
+    else:
+        value = half_words(w, tl.bfloat16).to(tl.float32) * 85070591730234615865843651857942052864.0  # 2**126
+        return (value * half_words(scale_bits, tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def e8m0_bits(byte):
+    """E8M0 bytes as words of the bf16 bits twice. Byte 0 is 2**-127, a bf16 subnormal; what is not finite becomes 0."""
+    bits = tl.where(byte == 0, 0x40, byte << 7)
+    bits = tl.where(byte >= E8M0_NOT_FINITE, 0, bits)
+    return bits | (bits << 16)
+
+
+@triton.jit
+def spread(x, W: tl.constexpr):
+    """[m, n] -> [m, W], each column repeated W / n times."""
+    m: tl.constexpr = x.shape[0]
+    n: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(x, 2), [m, n, W // n]), [m, W])
+
+
+@triton.jit
+def any_in_lane(flags, NUM_WARPS: tl.constexpr):
+    """OR of words [m, n] over what one thread holds of them (16-byte loads, rows across warps): no exchange, few registers."""
+    m: tl.constexpr = flags.shape[0]
+    n: tl.constexpr = flags.shape[1]
+    pass_rows: tl.constexpr = min(NUM_WARPS * 128 // n, m)
+    x = tl.reshape(flags, [m // pass_rows, pass_rows, n // 4, 4])
+    return tl.reduce(tl.reduce(x, 3, bit_or), 0, bit_or)
+
+
+@triton.jit
+def finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def load_words(
+    data_ptr,  # int32 words of the cache
+    scale_ptr,  # mxfp4: uint8 E8M0
+    at,  # [BN]: word offset of each token's row
+    at_scale,  # [BN]: byte offset of each token's scales (mxfp4)
+    FORMAT: tl.constexpr,
+):
+    """A tile as stored, undecoded: a tuple whose parts depend on the format."""
+    row = data_ptr + at[:, None]
+    if FORMAT == "fp8":
+        return tl.load(row + tl.arange(0, 128)[None, :]), tl.load(row + (128 + tl.arange(0, 16))[None, :])
+    elif FORMAT == "mxfp4":
+        # One 16-byte load is one block of 32 values, so a lane needs one scale byte a row.
+        scales = scale_ptr + at_scale[:, None]
+        return (
+            tl.load(row + tl.arange(0, 64)[None, :]),
+            tl.load(row + (64 + tl.arange(0, 8))[None, :]),
+            tl.load(scales + tl.arange(0, 16)[None, :]).to(tl.int32),
+            tl.load(scales + (16 + tl.arange(0, 2))[None, :]).to(tl.int32),
+        )
+    else:
+        word = tl.arange(0, 32)[None, :]
+        one = data_ptr + at
+        return (
+            tl.load(row + word),
+            tl.load(row + (32 + word)),
+            tl.load(row + (64 + word)),
+            tl.load(row + (96 + word)),
+            tl.load(row + (132 + word)),
+            tl.load(one + 128).to(tl.float32, bitcast=True),
+            tl.load(one + 129).to(tl.float32, bitcast=True),
+            tl.load(one + 130).to(tl.float32, bitcast=True),
+            tl.load(one + 131).to(tl.float32, bitcast=True),
+        )
+
+
+@triton.jit
+def hide_rows(raw, keep):
+    """A tile with zero words, which are zero values in every format, in the rows that are not kept."""
+    new = ()
+    for j in tl.static_range(len(raw)):
+        if len(raw[j].shape) == 2:
+            new = new + (tl.where(keep[:, None], raw[j], tl.zeros_like(raw[j])),)
+        else:
+            new = new + (tl.where(keep, raw[j], tl.zeros_like(raw[j])),)
+    return new
+
+
+@triton.jit
+def e4m3_operands(w):
+    """Words of e4m3 -> fp16 operands of even and of odd d."""
+    even, odd = e4m3_pairs(w)
+    return half_words(even, tl.float16), half_words(odd, tl.float16)
+
+
+@triton.jit
+def e2m1_operands(w, scale_bytes, PTX: tl.constexpr):
+    """Words of e2m1 and the E8M0 bytes of their blocks -> bf16 operands of d mod 4 = 0, 1, 2, 3."""
+    z = spread(e8m0_bits(scale_bytes), w.shape[1])
+    return (
+        scaled_bf16(e2m1_pairs(w, 0), z, PTX),
+        scaled_bf16(e2m1_pairs(w, 1), z, PTX),
+        scaled_bf16(e2m1_pairs(w, 2), z, PTX),
+        scaled_bf16(e2m1_pairs(w, 3), z, PTX),
+    )
+
+
+@triton.jit
+def decode(raw, FORMAT: tl.constexpr, PTX: tl.constexpr):
+    """(latent operands, rope operands) of a tile."""
+    if FORMAT == "fp8":
+        return e4m3_operands(raw[0]), e4m3_operands(raw[1])
+    elif FORMAT == "mxfp4":
+        return e2m1_operands(raw[0], raw[2], PTX), e2m1_operands(raw[1], raw[3], PTX)
+    else:
+        latent = e4m3_operands(raw[0]) + e4m3_operands(raw[1]) + e4m3_operands(raw[2]) + e4m3_operands(raw[3])
+        return latent, (half_words(raw[4], tl.bfloat16),)
+
+
+@triton.jit
+def tile_scales(raw, FORMAT: tl.constexpr):
+    """tile128: its four scales [BN]; a scale that is not finite becomes 0 (it is flagged). Otherwise ()."""
+    if FORMAT == "fp8_tile128":
+        return (
+            tl.where(finite(raw[5]), raw[5], 0.0),
+            tl.where(finite(raw[6]), raw[6], 0.0),
+            tl.where(finite(raw[7]), raw[7], 0.0),
+            tl.where(finite(raw[8]), raw[8], 0.0),
+        )
+    else:
+        return ()
+
+
+@triton.jit
+def scales_not_finite(raw):
+    """tile128: int32 [BN], 1 where one of a token's scales is not finite."""
+    fine = finite(raw[5]) & finite(raw[6]) & finite(raw[7]) & finite(raw[8])
+    return fine.to(tl.int32) ^ 1
+
+
+@triton.jit
+def no_flags(BN: tl.constexpr, FORMAT: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Start values for :func:`flag_nan`: two int32 tensors."""
+    if FORMAT == "fp8":
+        return any_in_lane(tl.zeros([BN, 128], tl.int32), NUM_WARPS), any_in_lane(tl.zeros([BN, 16], tl.int32), NUM_WARPS)
+    elif FORMAT == "mxfp4":
+        return tl.zeros([BN, 16], tl.int32), tl.zeros([BN, 2], tl.int32)
+    else:
+        return any_in_lane(tl.zeros([BN, 32], tl.int32), NUM_WARPS), tl.zeros([BN], tl.int32)
+
+
+@triton.jit
+def flag_nan(bad, raw, FORMAT: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Remember whether a tile holds a NaN that :func:`decode` hid. In-lane operations only."""
+    if FORMAT == "fp8":
+        return bad[0] | any_in_lane(e4m3_nan(raw[0]), NUM_WARPS), bad[1] | any_in_lane(e4m3_nan(raw[1]), NUM_WARPS)
+    elif FORMAT == "mxfp4":
+        return bad[0] | (raw[2] >= E8M0_NOT_FINITE).to(tl.int32), bad[1] | (raw[3] >= E8M0_NOT_FINITE).to(tl.int32)
+    else:
+        # The bf16 rope keeps its NaN: it only enters the logits.
+        codes = e4m3_nan(raw[0]) | e4m3_nan(raw[1]) | e4m3_nan(raw[2]) | e4m3_nan(raw[3])
+        return bad[0] | any_in_lane(codes, NUM_WARPS), bad[1] | scales_not_finite(raw)
+
+
+@triton.jit
+def has_flag(bad, FORMAT: tl.constexpr):
+    """Whether :func:`flag_nan` met a NaN, as a scalar int32."""
+    if FORMAT == "fp8":
+        return tl.max(any_nan(bad[0]).to(tl.int32)) | tl.max(any_nan(bad[1]).to(tl.int32))
+    elif FORMAT == "mxfp4":
+        return tl.max(bad[0]) | tl.max(bad[1])
+    else:
+        return tl.max(any_nan(bad[0]).to(tl.int32)) | tl.max(bad[1])
+
+
+@triton.jit
+def nan_tokens(raw, FORMAT: tl.constexpr):
+    """int32 [BN], nonzero for tokens with a NaN that :func:`decode` hid."""
+    if FORMAT == "fp8":
+        a = tl.max(any_nan(e4m3_nan(raw[0])).to(tl.int32), 1)
+        b = tl.max(any_nan(e4m3_nan(raw[1])).to(tl.int32), 1)
+    elif FORMAT == "mxfp4":
+        a = tl.max((raw[2] >= E8M0_NOT_FINITE).to(tl.int32), 1)
+        b = tl.max((raw[3] >= E8M0_NOT_FINITE).to(tl.int32), 1)
+    else:
+        codes = e4m3_nan(raw[0]) | e4m3_nan(raw[1]) | e4m3_nan(raw[2]) | e4m3_nan(raw[3])
+        a = tl.max(any_nan(codes).to(tl.int32), 1)
+        b = scales_not_finite(raw)
+    return a | b

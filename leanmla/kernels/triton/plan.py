@@ -1,0 +1,198 @@
+"""Split-KV planning on the device: the same integers as ``leanmla.split_plan``, from the lengths the tables hold now.
+
+Two ways in. Small batches are planned inside the decode kernel: every program reads all lengths and finds its own item,
+which costs no launch. Larger batches are planned by :func:`plan_kernel`, one program, one launch before the decode.
+
+Work is counted in *blocks* of ``GRANULARITY`` keys. Items are numbered in sequence order: item ``first[b] + s`` is
+split ``s`` of sequence ``b``.
+"""
+
+import triton
+import triton.language as tl
+
+#: Division by an fp32 reciprocal is exact below this many blocks (see :func:`ceil_div_fast`); launchers check it.
+MAX_BLOCKS = 1 << 22
+
+
+@triton.jit
+def ceil_div_fast(a, b):
+    """ceil(a / b) for 0 <= a < 2**22, b >= 1, in 6 instructions instead of the ~20 of an integer division.
+
+    The fp32 quotient is off by less than 2**-22 * a / b < 1 / b, so truncation gives the floor or, when a / b is an
+    integer, one less; the remainder repairs the latter.
+    """
+    q = (a.to(tl.float32) * (1.0 / b.to(tl.float32))).to(tl.int32)
+    return q + ((a - q * b) > 0).to(tl.int32)
+
+
+@triton.jit
+def kv_length(
+    b,  # int32 scalar or vector, sequence
+    live,  # bool like b: lanes that are sequences
+    kv_indptr_ptr,  # [batch+1] int32: pages ("csr") or tokens ("contiguous")
+    kv_last_ptr,  # [batch] int32 ("csr")
+    seqlens_ptr,  # [batch] int32 ("block_table")
+    TABLE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Keys of sequence b."""
+    if TABLE == "block_table":
+        n = tl.load(seqlens_ptr + b, mask=live, other=0)
+    else:
+        n = tl.load(kv_indptr_ptr + b + 1, mask=live, other=0) - tl.load(kv_indptr_ptr + b, mask=live, other=0)
+        if TABLE == "csr" and PAGE_SIZE > 1:
+            last = tl.load(kv_last_ptr + b, mask=live & (n > 0), other=0)
+            n = tl.where(n > 0, (n - 1) * PAGE_SIZE + last, 0)
+    return n
+
+
+@triton.jit
+def cost_of_chunks(blocks, live, chunks):
+    """For each candidate chunk [32]: how many items it makes, and blocks of the largest one."""
+    splits = tl.maximum(ceil_div_fast(blocks[None, :], chunks[:, None]), 1)
+    items = tl.sum(tl.where(live[None, :], splits, 0), 1)
+    return items, tl.max(ceil_div_fast(blocks[None, :], splits), 1)
+
+
+@triton.jit
+def candidate_chunks(factors_ptr, total, longest, num_workers):
+    """Chunks [32] from the factors in sixteenths of the ideal share; factor 0 stands for the longest sequence."""
+    factor = tl.load(factors_ptr + tl.arange(0, 32)).to(tl.int64)
+    ideal = (total + num_workers - 1) // num_workers
+    chunk = tl.minimum(tl.maximum((ideal * factor + 15) // 16, 1), longest.to(tl.int64))
+    return tl.maximum(tl.where(factor == 0, longest.to(tl.int64), chunk), 1).to(tl.int32)
+
+
+@triton.jit
+def cheapest_chunk(chunks, items, largest, num_workers):
+    """waves * (largest + 1) decides; ties go to the later, larger candidate."""
+    cost = ((items + num_workers - 1) // num_workers).to(tl.int64) * (largest + 1).to(tl.int64)
+    order = tl.arange(0, 32)
+    key = cost * 32 + (31 - order).to(tl.int64)
+    return tl.sum(tl.where(key == tl.min(key, 0), chunks, 0), 0)
+
+
+@triton.jit
+def choose_chunk(blocks, live, batch, factors_ptr, num_workers):
+    """``split_plan.choose_chunk`` for lengths held in one vector."""
+    total = tl.sum(blocks.to(tl.int64), 0)
+    longest = tl.max(blocks, 0)
+    shortest = tl.min(tl.where(live, blocks, longest), 0)
+    chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
+    if shortest == longest:
+        # All alike, the common decode batch: 32 divisions instead of 32 * batch.
+        splits = tl.maximum(ceil_div_fast(longest, chunks), 1)
+        items = splits * batch
+        largest = ceil_div_fast(longest, splits)
+    else:
+        items, largest = cost_of_chunks(blocks, live, chunks)
+    return cheapest_chunk(chunks, items, largest, num_workers)
+
+
+@triton.jit
+def find_item(
+    unit,  # int32, item number
+    batch,
+    num_workers,
+    split_size,
+    factors_ptr,  # [32] int32
+    kv_indptr_ptr,
+    kv_last_ptr,
+    seqlens_ptr,
+    TABLE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    FIXED_SIZE: tl.constexpr,  # items of split_size keys (reproducible mode)
+    BATCH_POW2: tl.constexpr,  # batch rounded up; all lengths fit one vector
+):
+    """(sequence, split, splits of the sequence) of item ``unit``; sequence >= batch if there is no such item."""
+    lane = tl.arange(0, BATCH_POW2)
+    live = lane < batch
+    lens = kv_length(lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+    if FIXED_SIZE:
+        counts = tl.maximum((lens + split_size - 1) // split_size, 1)
+    else:
+        blocks = (lens + GRANULARITY - 1) // GRANULARITY
+        chunk = choose_chunk(blocks, live, batch, factors_ptr, num_workers)
+        counts = tl.maximum(ceil_div_fast(blocks, chunk), 1)
+    counts = tl.where(live, counts, 0)
+    upto = tl.cumsum(counts, 0)
+    before = (upto <= unit) & live
+    b = tl.sum(before.to(tl.int32), 0)
+    s = unit - tl.sum(tl.where(before, counts, 0), 0)
+    n = tl.sum(tl.where(lane == b, counts, 0), 0)
+    return b, s, n
+
+
+@triton.jit
+def key_range(kv_len, s, n, split_size, GRANULARITY: tl.constexpr, FIXED_SIZE: tl.constexpr):
+    """First and end key of split s of n."""
+    if FIXED_SIZE:
+        start = tl.minimum(s * split_size, kv_len)
+        end = tl.minimum(start + split_size, kv_len)
+    else:
+        blocks = (kv_len + GRANULARITY - 1) // GRANULARITY
+        start = ((blocks.to(tl.int64) * s) // n).to(tl.int32) * GRANULARITY
+        end = ((blocks.to(tl.int64) * (s + 1)) // n).to(tl.int32) * GRANULARITY
+        start = tl.minimum(start, kv_len)
+        end = tl.minimum(end, kv_len)
+    return start, end
+
+
+@triton.jit
+def plan_kernel(
+    splits_ptr,  # [batch] int32 out: items of each sequence
+    first_ptr,  # [batch] int32 out: number of its first item
+    item_seq_ptr,  # [max_items] int32 out: sequence of each item
+    num_items_ptr,  # [1] int32 out
+    kv_indptr_ptr,
+    kv_last_ptr,
+    seqlens_ptr,
+    factors_ptr,  # [32] int32
+    batch,
+    num_workers,
+    split_size,
+    TABLE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GRANULARITY: tl.constexpr,
+    FIXED_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,  # sequences a step
+):
+    """Plan batches too large for one vector. Grid: one program, which walks the batch in steps of CHUNK sequences."""
+    lane = tl.arange(0, CHUNK)
+    chunk = 1
+    if not FIXED_SIZE:
+        total = tl.sum(tl.zeros([CHUNK], tl.int64), 0)
+        longest = tl.max(tl.zeros([CHUNK], tl.int32), 0)
+        for b0 in range(0, batch, CHUNK):
+            live = b0 + lane < batch
+            lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+            blocks = (lens + GRANULARITY - 1) // GRANULARITY
+            total += tl.sum(blocks.to(tl.int64), 0)
+            longest = tl.maximum(longest, tl.max(blocks, 0))
+        chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
+        items = tl.zeros([32], tl.int32)
+        largest = tl.zeros([32], tl.int32)
+        for b0 in range(0, batch, CHUNK):
+            live = b0 + lane < batch
+            lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+            more, most = cost_of_chunks((lens + GRANULARITY - 1) // GRANULARITY, live, chunks)
+            items += more
+            largest = tl.maximum(largest, most)
+        chunk = cheapest_chunk(chunks, items, largest, num_workers)
+    done = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
+    for b0 in range(0, batch, CHUNK):
+        live = b0 + lane < batch
+        lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+        if FIXED_SIZE:
+            counts = tl.maximum((lens + split_size - 1) // split_size, 1)
+        else:
+            counts = tl.maximum(ceil_div_fast((lens + GRANULARITY - 1) // GRANULARITY, chunk), 1)
+        counts = tl.where(live, counts, 0)
+        first = done + tl.cumsum(counts, 0) - counts
+        tl.store(splits_ptr + b0 + lane, counts, mask=live)
+        tl.store(first_ptr + b0 + lane, first, mask=live)
+        for s in range(0, tl.max(counts, 0)):
+            tl.store(item_seq_ptr + first + s, b0 + lane, mask=s < counts)
+        done += tl.sum(counts, 0)
+    tl.store(num_items_ptr, done)
