@@ -1,0 +1,1 @@
+"""The CPU backend: fused decode kernels written in Python, compiled by numba on first use."""

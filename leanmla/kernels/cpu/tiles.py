@@ -1,0 +1,209 @@
+"""Dequantises tokens of every cache format into a tile that stays in the processor's cache.
+
+A tile row is one token's 576 values, as key and (its first 512) as value at once, in one of two forms:
+
+* fp32, 2304 bytes: in each block of 32 values first the 16 with even index, then the 16 with odd index. That is the
+  order in which a 32-bit lane gives up a pair (low half, high half) without any shuffle; queries are packed and
+  outputs written in the same order.
+* bf16, 1152 bytes: natural order, that is lane l of block j holds the pair (32 j + 2 l, 32 j + 2 l + 1). Exact for
+  bf16, fp8 and mxfp4 values, whose mantissas have at most 8 bits. fp8_tile128 values have 24 and need the fp32 form.
+
+The per-tensor scale of fp8 is not applied here; the caller multiplies logits and outputs by it.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from .simd import (
+    any_set, as_float, as_int, broadcast_f, load_i, load_u8, load_u16, lookup16, prefetch, scalar_i, scalar_i64, scalar_u8, splat_f, splat_i, store_f, store_i,
+    store_scalar_i, store_scalar_i64, where_equal_i,
+    where_less_i,
+)  # fmt: skip
+
+BF16, FP8, MXFP4, FP8_TILE128 = range(4)
+FORMAT_CODES = {"bf16": BF16, "fp8": FP8, "mxfp4": MXFP4, "fp8_tile128": FP8_TILE128}
+
+ROW_FP32 = 576 * 4
+ROW_BF16 = 576 * 2
+TILE = 64  #: tokens a tile
+BLOCKS = 18  # of 32 values
+LATENT_BLOCKS = 16
+
+#: High halves of the fp32 values of the 16 E2M1 codes, as int32: 0 .5 1 1.5 2 3 4 6, then the same with a sign.
+E2M1_HIGH = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
+
+
+@njit(nogil=True, inline="always")
+def _e4m3_any(code):
+    """fp32 bits of the e4m3fn byte in each lane, whatever it is; 0x7F and 0xFF are NaN."""
+    magnitude = code & splat_i(0x7F)
+    normal = (magnitude << 20) + splat_i(120 << 23)  # exponent bias 7 -> 127
+    # Subnormal m * 2^-9: put m below the leading one of 2^-6, then take 2^-6 away. Exact, and no subnormal fp32 occurs.
+    subnormal = as_float(normal + splat_i(1 << 23)) - splat_f(0.015625)
+    value = as_int(where_less_i(magnitude, splat_i(8), subnormal, as_float(normal)))
+    value = where_equal_i(magnitude, splat_i(0x7F), splat_i(0x7FC00000), value)
+    return value | ((code & splat_i(0x80)) << 24)
+
+
+@njit(nogil=True)
+def e4m3_pairs(codes):
+    """Two e4m3fn bytes in the low 16 bits of each lane -> the same two values as a pair of bf16, low half first. Exact.
+
+    Both halves are worked on at once: a normal number only needs its exponent moved and its bias raised. Subnormals,
+    zeros and NaN take another way, for all lanes if any needs it: they are rare in a cache scaled by its largest value
+    (3 % of vectors where that is 50 standard deviations), and the check costs less than handling them always.
+    """
+    spread = (codes | (codes << 8)) & splat_i(0x00FF00FF)
+    magnitude = spread & splat_i(0x007F007F)
+    # Bit 15 of a half falls to 0 if its magnitude is below 8; bit 7 rises to 1 if it is 127.
+    below = splat_i(0x80008000) - (magnitude + splat_i(0x7FF87FF8) & splat_i(0x80008000))
+    is_nan = magnitude + splat_i(0x00010001) & splat_i(0x00800080)
+    if any_set(below | is_nan):
+        return (_e4m3_any(codes & splat_i(0xFF)) >> 16) | _e4m3_any(codes >> 8)
+    return (magnitude << 4) + splat_i(0x3C003C00) | ((spread & splat_i(0x00800080)) << 8)
+
+
+@njit(nogil=True, inline="always")
+def e8m0(byte):
+    """2^(byte - 127) in all lanes: byte 0 is the subnormal 2^-127, byte 255 is NaN."""
+    bits = byte << 23
+    if byte == 0:
+        bits = 0x00400000
+    elif byte == 255:
+        bits = 0x7FC00000
+    return as_float(splat_i(bits))
+
+
+@njit(nogil=True, inline="always")
+def _even(pairs):
+    return as_float(pairs << 16)
+
+
+@njit(nogil=True, inline="always")
+def _odd(pairs):
+    return as_float(pairs & splat_i(0xFFFF0000))
+
+
+@njit(nogil=True, inline="always")
+def _store_pairs(row, block, pairs, as_bf16):
+    """A block of 32 values given as bf16 pairs."""
+    if as_bf16:
+        store_i(row + block * 64, pairs)
+    else:
+        store_f(row + block * 128, _even(pairs))
+        store_f(row + block * 128 + 64, _odd(pairs))
+
+
+@njit(nogil=True, inline="always")
+def bf16_token(row, source, as_bf16):
+    """source: 576 bf16."""
+    for block in range(BLOCKS):
+        _store_pairs(row, block, load_i(source + block * 64), as_bf16)
+
+
+@njit(nogil=True)
+def fp8_token(row, source, as_bf16):
+    """source: 576 e4m3fn bytes. The tensor's scale is left to the caller."""
+    for block in range(BLOCKS):
+        _store_pairs(row, block, e4m3_pairs(load_u16(source + block * 32)), as_bf16)
+
+
+@njit(nogil=True)
+def mxfp4_token(row, source, scales, table, as_bf16):
+    """source: 288 bytes, low nibble first; scales: 18 E8M0 bytes; table: see write_e2m1_table."""
+    values = load_i(table)
+    for block in range(BLOCKS):
+        scale = e8m0(scalar_u8(scales + block))
+        codes = load_u8(source + block * 16)
+        even = as_float(lookup16(values, codes)) * scale
+        odd = as_float(lookup16(values, codes >> 4)) * scale
+        if as_bf16:
+            store_i(row + block * 64, (as_int(even) >> 16) | (as_int(odd) & splat_i(0xFFFF0000)))
+        else:
+            store_f(row + block * 128, even)
+            store_f(row + block * 128 + 64, odd)
+
+
+@njit(nogil=True)
+def fp8_tile128_token(row, source):
+    """source: 512 e4m3fn, 4 fp32 scales, 64 bf16. fp32 form only."""
+    for block in range(LATENT_BLOCKS):
+        scale = broadcast_f(source + 512 + (block // 4) * 4)
+        pairs = e4m3_pairs(load_u16(source + block * 32))
+        store_f(row + block * 128, _even(pairs) * scale)
+        store_f(row + block * 128 + 64, _odd(pairs) * scale)
+    for block in range(LATENT_BLOCKS, BLOCKS):
+        _store_pairs(row, block, load_i(source + 528 + (block - LATENT_BLOCKS) * 64), False)
+
+
+@njit(nogil=True)
+def write_e2m1_table(address):
+    """16 int32: the fp32 bits of every E2M1 code."""
+    for code in range(8):
+        high = E2M1_HIGH[code]
+        store_scalar_i(address + 4 * code, high << 16)
+        store_scalar_i(address + 4 * code + 32, (high | 0x8000) << 16)
+
+
+@njit(nogil=True)
+def find_tokens(
+    addresses,  # out: int64 addresses of the tokens' data, then (TILE entries on) of their mxfp4 scales
+    start, end,  # token range of the sequence
+    data, page_stride, token_stride,  # address and byte strides of the cache
+    scales, scale_page_stride, scale_token_stride,  # the same of the mxfp4 scales; 0 elsewhere
+    page_ids,  # address of the sequence's int32 page ids; 0: token t is `first_slot + t`
+    first_slot, page_size,
+):  # fmt: skip
+    """Walk the page table for tokens ``start:end``, a run within one page at a time. Reads no other entry of it."""
+    t = start
+    while t < end:
+        page, slot, run = 0, first_slot + t, end - t
+        if page_ids != 0:
+            page, slot = scalar_i(page_ids + 4 * (t // page_size)), t % page_size
+            run = min(page_size - slot, run)
+        source = data + page * page_stride + slot * token_stride
+        scale = scales + page * scale_page_stride + slot * scale_token_stride
+        for i in range(run):
+            at = addresses + (t - start + i) * 8
+            store_scalar_i64(at, source + i * token_stride)
+            store_scalar_i64(at + TILE * 8, scale + i * scale_token_stride)
+        t += run
+
+
+@njit(nogil=True)
+def load_tile(tile, as_bf16, format_code, addresses, num_keys, table):
+    """Dequantise the first ``num_keys`` tokens of a list; ``table`` is from write_e2m1_table."""
+    row_bytes = ROW_BF16 if as_bf16 else ROW_FP32
+    for i in range(num_keys):
+        row, source = tile + i * row_bytes, scalar_i64(addresses + i * 8)
+        if format_code == BF16:
+            bf16_token(row, source, as_bf16)
+        elif format_code == FP8:
+            fp8_token(row, source, as_bf16)
+        elif format_code == MXFP4:
+            mxfp4_token(row, source, scalar_i64(addresses + (TILE + i) * 8), table, as_bf16)
+        else:
+            fp8_tile128_token(row, source)
+
+
+@njit(nogil=True, inline="always")
+def prefetch_token(addresses, i, num_keys, token_bytes):
+    """Ask for the data of token ``i`` of a list of ``num_keys``."""
+    if i < num_keys:
+        source = scalar_i64(addresses + i * 8)
+        for line in range(0, token_bytes, 64):
+            prefetch(source + line)
+        scale = scalar_i64(addresses + (TILE + i) * 8)
+        if scale != 0:
+            prefetch(scale)
+
+
+@njit(nogil=True)
+def even_spacing(addresses, num_keys):
+    """Bytes from token to token if all are equal, otherwise 0."""
+    spacing = scalar_i64(addresses + 8) - scalar_i64(addresses)
+    for i in range(2, num_keys):
+        if scalar_i64(addresses + i * 8) - scalar_i64(addresses + (i - 1) * 8) != spacing:
+            return 0
+    return spacing
