@@ -29,8 +29,9 @@ POOL_TOKENS = 16384
 class LatentPool:
     """Standard normal latents on a device and their rows in each format, each quantised when first asked for."""
 
-    def __init__(self, device: torch.device, *, tokens: int = POOL_TOKENS, seed: int = 0) -> None:
+    def __init__(self, device: torch.device, *, tokens: int | None = None, seed: int = 0) -> None:
         self.device, self.seed = device, seed
+        tokens = tokens or POOL_TOKENS
         gen = torch.Generator(device).manual_seed(seed)
         self.latent = torch.randn(tokens, DIMS.qk_head_dim, generator=gen, device=device).to(torch.bfloat16)
         self._rows: dict[str, Quantized] = {}

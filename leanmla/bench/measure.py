@@ -161,8 +161,8 @@ def measure_case(
             need = sum(bytes_of(case, f) for f in group) / 2**30
             for c in members:
                 results[c] = _blank(case, c, "skipped", f"needs {need:.1f} GiB for the cache, more than there is")
-        gc.collect()
         if device.type == "cuda":
+            gc.collect()  # graphs and plans that an exception still holds
             torch.cuda.empty_cache()
     return [results[c] for c in contenders]
 
@@ -250,7 +250,11 @@ def _prepare(c: Contender, case: BenchCase, copies: list[Copy], device: torch.de
     result.kernel = plan.backend.launch_config(problem_of(case, c.format), describe(device)).kernel
 
     def call_of(copy: Copy) -> Callable[[], torch.Tensor]:
-        return lambda: plan.run(copy.q, copy.cache, copy.table, sm_scale=case.sm_scale, out=copy.out)
+        def call() -> torch.Tensor:
+            plan.run(copy.q, copy.cache, copy.table, sm_scale=case.sm_scale, out=copy.out)
+            return copy.out
+
+        return call
 
     ours = [call_of(copy) for copy in copies]
     return _Entry(result, ours, lambda i: ours[i]())

@@ -13,7 +13,7 @@ import torch
 
 from .. import backends, formats
 from ..device import describe
-from ..errors import InvalidArgument
+from ..errors import BackendUnavailable, InvalidArgument
 from .cases import BenchCase, contest_cases
 from .ceilings import Ceilings, measure_ceilings
 from .data import LatentPool, problem_of
@@ -100,34 +100,32 @@ def contenders_for(
 
     Args:
         names: cache formats.
-        backend: "auto" (for each format the one that would be chosen for the first case), "all" that can run some case, or
-            names with commas.
+        backend: "auto" (chosen case by case), "all" that can run some case, or names with commas.
 
     Raises:
-        InvalidArgument: no such backend. BackendUnavailable: one asked for by name can run none of the cases.
+        InvalidArgument: no such backend. BackendUnavailable: one asked for by name can run none of it.
     """
     info = describe(device)
 
     def some_case(name: str, fmt: str) -> bool:
         return any(backends.why_not(name, problem_of(c, fmt), info) is None for c in cases)
 
+    names = [formats.get(fmt).name for fmt in names]
+    if backend == "all":
+        own = [n for n in backends.NAMES if n != "reference" and any(some_case(n, f) for f in names)]
+        if not own:
+            raise BackendUnavailable(f"--backend: none but reference runs any of these cases on {info.name}. See leanmla info.")
+    elif backend == "auto":
+        own = ["auto"]
+    else:
+        own = [n.strip() for n in backend.split(",")]
+        for name in own:
+            if not any(some_case(name, f) for f in names):
+                backends.choose(problem_of(cases[0], names[0]), info, name)  # raises, with the reason
     chosen: list[Contender] = []
     for fmt in names:
-        formats.get(fmt)
-        if backend == "auto":
-            chosen.append(Contender(fmt, "auto"))
-        elif backend == "all":
-            chosen += [Contender(fmt, n) for n in backends.NAMES if n != "reference" and some_case(n, fmt)]
-        else:
-            for name in (n.strip() for n in backend.split(",")):
-                if not some_case(name, fmt):
-                    backends.choose(problem_of(cases[0], fmt), info, name)  # raises, with the reason
-                chosen.append(Contender(fmt, name))
-        chosen += [
-            Contender(fmt, peer=p) for p in peers if p.format == fmt and any(p.refusal(c, device) is None for c in cases)
-        ]
-    if not any(c.peer is None for c in chosen):
-        raise InvalidArgument(f"--backend: no backend but reference runs any of these cases on {info.name}. See leanmla info.")
+        chosen += [Contender(fmt, n) for n in own]
+        chosen += [Contender(fmt, peer=p) for p in peers if p.format == fmt and any(p.refusal(c, device) is None for c in cases)]
     return chosen
 
 

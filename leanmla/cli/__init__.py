@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets "?", not a traceback
     try:
-        code = _run(argv)
+        try:
+            code = _run(argv)
+        except SystemExit as stop:  # argparse, after --help or a mistake
+            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -46,20 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     parser, commands = _parser()
-    command = next((a for a in argv if not a.startswith("-")), None)
-    if command in commands:
-        _fill(commands[command], command)
     if not argv:
         parser.print_help()
         return 0
-    args = parser.parse_args(argv)
 
     from ..errors import LeanMLAError
     from .output import Output
 
+    command = next((a for a in argv if not a.startswith("-")), "")
     try:
-        with Output(json_path=args.json, quiet=args.quiet) as out:
-            return args.run(args, out)
+        if command in commands:
+            _fill(commands[command], command)
+        args = parser.parse_args(argv)
+        return args.run(args, Output(json_path=args.json, quiet=args.quiet))
     except LeanMLAError as error:
         print(f"leanmla {command}: {error}", file=sys.stderr)
         return 2

@@ -59,10 +59,12 @@ def _print(out: Output, run, before: dict) -> None:
     matmul = f"fp32 {ceilings.matmul_tflop_s * 1e3:.3g} GFLOP/s" if cpu else f"bf16 {ceilings.matmul_tflop_s:.3g} TFLOP/s"
     launch = f", empty launch in a graph {ceilings.launch_us:.2f} µs" if ceilings.launch_us is not None else ""
     table = new_table(f"Decode on {device['name']}", *columns)
+    shown: set[str] = set()
     for i, r in enumerate(run.results):
-        if r.status == "refused" and r.peer:
+        if r.status == "refused":
             continue
-        first = i == 0 or run.results[i - 1].case != r.case
+        first = r.case not in shown
+        shown.add(r.case)
         cells = [r.case if first else "", r.format, r.contender.removesuffix(f" {r.format}") if r.peer else r.backend or r.contender]
         if r.status != "ok":
             table.add_row(*cells, r.status.upper(), *[""] * (len(columns) - 4), end_section=_last_of_case(run.results, i))
@@ -108,7 +110,8 @@ def _print_ratios(out: Output, run) -> None:
 
 
 def _last_of_case(results, i: int) -> bool:
-    return i + 1 == len(results) or results[i + 1].case != results[i].case
+    later = [r for r in results[i + 1 :] if r.status != "refused"]
+    return not later or later[0].case != results[i].case
 
 
 def _best_peers(results) -> dict[str, float]:
@@ -149,13 +152,18 @@ def _print_geomeans(out: Output, run, before: dict, unit: str, scale: float) -> 
     out.print("", table)
 
 
+def print_problems(out: Output, results) -> None:
+    """A line for everything that gave no figure; the same refusal only once."""
+    for r in results:
+        if r.status in ("wrong", "failed", "skipped"):
+            out.print(f"{r.status.upper()}: {r.case}, {r.contender}: {r.message}")
+    for name, message in dict.fromkeys((r.contender, r.message) for r in results if r.status == "refused"):
+        count = sum((r.contender, r.message) == (name, message) for r in results)
+        out.print(f"Left out, {count} {'case' if count == 1 else 'cases'}: {name}: {message}.")
+
+
 def _print_problems(out: Output, run) -> None:
-    for r in run.results:
-        if r.status in ("wrong", "failed", "skipped") or (r.status == "refused" and not r.peer):
-            out.print(f"{r.status}: {r.case}, {r.contender}: {r.message}")
-    refused = dict.fromkeys((r.contender, r.message) for r in run.results if r.status == "refused" and r.peer)
-    for name, message in refused:
-        out.print(f"peer {name} left out where it cannot run: {message}")
+    print_problems(out, run.results)
     if run.not_run:
         out.print(f"Not run, the time limit came first: {', '.join(run.not_run)}.")
     if run.aborted:

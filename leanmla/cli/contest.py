@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..errors import BackendUnavailable
 from .output import Output
 
 __all__ = ["add_arguments", "main"]
@@ -11,8 +12,12 @@ __all__ = ["add_arguments", "main"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``leanmla contest``."""
-    from ..contest import cli
-
+    try:
+        from ..contest import cli
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("leanmla"):
+            raise
+        raise BackendUnavailable("the contest is not part of this version of leanmla.") from None
     cli.add_arguments(parser)
 
 

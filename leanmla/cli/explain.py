@@ -56,13 +56,10 @@ def main(args: argparse.Namespace, out: Output) -> int:
     kv_lens, q_lens = _lengths(args)
     check_options(sm_scale=1.0, logit_cap=args.logit_cap, num_kv_splits=args.num_kv_splits, split_size=args.split_size)
     problem = _problem(args, kv_lens, q_lens)
-    if args.device_like:
-        known = KNOWN[args.device_like]
-        info, packages = known.info, known.packages
-    else:
-        info, packages = describe(pick_device(args.device)), ()
-        known = next((k for k in KNOWN.values() if k.info.name == info.name), None)
-    with override(info, assume_installed=packages):
+    like = KNOWN[args.device_like] if args.device_like else None
+    info = like.info if like else describe(pick_device(args.device))
+    known = like or next((k for k in KNOWN.values() if k.info.name == info.name), None)
+    with override(info, assume_installed=like.packages if like else ()):
         reasons = backends.reasons(problem, info)
         backend = backends.choose(problem, info, args.backend)
         config = backend.launch_config(problem, info)

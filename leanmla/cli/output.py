@@ -56,7 +56,7 @@ class Steps:
 
     def now(self, label: str) -> None:
         """Say what is being done."""
-        if self._progress is not None:
+        if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=f"{self.what}: {label}")
         elif self._console is not None and time.monotonic() - self._last >= PLAIN_INTERVAL:
             self._last = time.monotonic()
@@ -67,7 +67,7 @@ class Steps:
     def advance(self, steps: int = 1) -> None:
         """Some steps are done."""
         self.done += steps
-        if self._progress is not None:
+        if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self.done)
 
 
@@ -84,12 +84,6 @@ class Output:
         if json_path not in (None, "-"):
             check_writable(Path(json_path))  # before the work, not after it
         self.console = _console(sys.stderr if json_path == "-" else sys.stdout)
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
 
     def print(self, *things: Any) -> None:
         """Print tables and text for people. Text is taken as it is, without markup."""

@@ -8,6 +8,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from .bench import print_problems
 from .output import Output, new_table
 from .words import pick_device, time_unit
 
@@ -40,7 +41,8 @@ def main(args: argparse.Namespace, out: Output) -> int:
     from ..bench.cases import cases_named
     from ..bench.data import LatentPool
     from ..bench.environment import command_line, environment
-    from ..bench.measure import Contender, Measurement, measure_case
+    from ..bench.measure import Measurement, measure_case
+    from ..bench.runner import contenders_for
     from ..device import describe, free_memory
     from ..formats import get
 
@@ -48,7 +50,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     names = [get(f.strip()).name for f in args.formats.split(",")]
     cases = cases_named(args.cases)
     memory = min(MEMORY_LIMIT, (free_memory(device) or 2 * MEMORY_LIMIT) // 2)
-    contenders = [Contender(f, args.backend) for f in names]
+    contenders = contenders_for(cases, names, args.backend, [], device)
     results: list[Measurement] = []
     shrunk: list[str] = []
     start = time.monotonic()
@@ -64,7 +66,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
                                     by_format=True, on_step=steps.now)  # fmt: skip
             steps.advance()
     seconds = time.monotonic() - start
-    ok = all(r.status == "ok" for r in results)
+    ok = all(r.status in ("ok", "refused") for r in results)
     out.json({
         "schema": SCHEMA, "command": command_line(), "ok": ok, "seconds": round(seconds, 1), "shrunk": shrunk,
         "environment": environment(device), "results": [r.document() for r in results],
@@ -122,6 +124,8 @@ def _print(out: Output, info, results, shrunk: list[str], seconds: float) -> Non
     table = new_table(f"MLA decode on {info.name}", "case", "cache", "by", f">{unit}", ">GB/s", ">error", ">cost", ">cache MiB")
     last = None
     for r in results:
+        if r.status == "refused":
+            continue
         if last is not None and r.case != last:
             table.add_section()
         head = (r.case if r.case != last else "", r.format, r.backend or r.contender.split()[0])
@@ -133,6 +137,4 @@ def _print(out: Output, info, results, shrunk: list[str], seconds: float) -> Non
         cost = "" if r.format == "bf16" else f"{r.quantisation_error:.1e}"
         table.add_row(*head, f"{r.time_us * scale:.4g}", f"{r.tb_s * 1e3:.3g}", f"{r.relative_error:.1e}", cost, mib)
     out.print(table, *caption)
-    for r in results:
-        if r.status != "ok":
-            out.print(f"{r.status}: {r.case}, {r.contender}: {r.message}")
+    print_problems(out, results)
