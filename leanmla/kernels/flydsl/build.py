@@ -2,7 +2,7 @@
 
 >>> built = build(problem, "gfx950")              # doctest: +SKIP
 >>> built.name, built.grid, built.block           # doctest: +SKIP
-('mla_decode_bf16_h16_r16_block_table64_chunk', (512, 1, 1), (256, 1, 1))
+('mla_decode_bf16_h16_r16_block_table64_balanced', (512, 1, 1), (256, 1, 1))
 >>> write_manifest([built], "out")                # doctest: +SKIP
 """
 
@@ -16,8 +16,10 @@ from pathlib import Path
 
 from ...errors import BackendUnavailable, InvalidArgument
 from ...problem import DecodeProblem
-from .plan import choose_splits
-from .spec import COMBINE_ARGS, COMBINE_THREADS, DECODE_ARGS, LDS_LIMIT, NUM_THREADS, CombineSpec, DecodeSpec
+from .spec import (
+    COMBINE_ARGS, COMBINE_THREADS, DECODE_ARGS, LDS_LIMIT, NUM_THREADS, PLAN_ARGS, CombineSpec, DecodeSpec, PlanSpec,
+)  # fmt: skip
+from .splits import work_shape
 from .toolchain import FLYDSL_VERSION, compile_launcher, flydsl_missing, resources
 
 __all__ = ["TARGETS", "Argument", "BuiltKernel", "build", "write_manifest"]
@@ -54,7 +56,13 @@ class BuiltKernel:
     resources: dict[str, int]
     hsaco: bytes = field(repr=False)
     isa: str = field(repr=False)
-    combine: BuiltKernel | None = None  #: launched after this one, on the same stream
+    plan: BuiltKernel | None = None  #: to be launched before this one, on the same stream
+    combine: BuiltKernel | None = None  #: to be launched after this one, on the same stream
+
+    @property
+    def launches(self) -> tuple[BuiltKernel, ...]:
+        """The kernels of a decode step, in order."""
+        return tuple(k for k in (self.plan, self, self.combine) if k is not None)
 
     def pack(self, values: dict[str, int | float]) -> bytes:
         """The kernarg segment for argument ``values`` (addresses as ints); ``constants`` need not be repeated."""
@@ -84,7 +92,7 @@ class BuiltKernel:
             "constants": self.constants,
             "resources": self.resources,
             "problem": self.problem,
-            "then": None if self.combine is None else self.combine.name,
+            "launch_order": [k.name for k in self.launches],
         }
 
 
@@ -106,20 +114,22 @@ def _placeholders(table) -> list:
     return [kinds[kind](0) for _, kind, _ in table] + [fx.Int32(1)]  # the launcher's last argument is the grid
 
 
-@functools.lru_cache(maxsize=64)
-def _compile_decode(spec: DecodeSpec, target: str) -> tuple[bytes, str]:
-    from .decode import make_decode
+@functools.lru_cache(maxsize=256)
+def _compile(spec: DecodeSpec | CombineSpec | PlanSpec, target: str) -> tuple[bytes, str]:
+    if isinstance(spec, DecodeSpec):
+        from .decode import make_decode
 
-    # 16 and 32 rows leave room for two blocks a compute unit (LDS), so registers are held to half.
-    hints = {"waves_per_eu": 1 if spec.row_tiles == 4 else 2}
-    return compile_launcher(make_decode(spec), spec.name, _placeholders(DECODE_ARGS), target=target, hints=hints)
+        # A block has one wave for each of a compute unit's four SIMDs.
+        launcher, table, hints = make_decode(spec), DECODE_ARGS, {"waves_per_eu": spec.blocks_per_cu}
+    elif isinstance(spec, CombineSpec):
+        from .combine import make_combine
 
+        launcher, table, hints = make_combine(spec), COMBINE_ARGS, {}
+    else:
+        from .plan import make_plan
 
-@functools.lru_cache(maxsize=64)
-def _compile_combine(spec: CombineSpec, target: str) -> tuple[bytes, str]:
-    from .combine import make_combine
-
-    return compile_launcher(make_combine(spec), spec.name, _placeholders(COMBINE_ARGS), target=target, hints={})
+        launcher, table, hints = make_plan(spec), PLAN_ARGS, {}
+    return compile_launcher(launcher, spec.name, _placeholders(table), target=target, hints=hints)
 
 
 def build(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
@@ -130,7 +140,7 @@ def build(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
         target: "gfx950".
 
     Returns:
-        The decode kernel. If the problem is split, its ``combine`` is to be launched after it.
+        The decode kernel; ``launches`` lists it with what has to run before and after it (plan, combine).
 
     Raises:
         InvalidArgument: another target. BackendUnavailable: flydsl is missing, or the kernels do not cover the problem.
@@ -142,46 +152,54 @@ def build(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
     reason = flydsl_missing() or unsupported(problem)
     if reason:
         raise BackendUnavailable(f"cannot build FlyDSL kernels for {problem}: {reason}.")
-    choice = choose_splits(problem)
-    spec = DecodeSpec.for_problem(problem, choice.mode)
-    combine = None
-    if choice.mode != "one":
-        combine_spec = CombineSpec(problem.num_heads)
-        rows = problem.total_q * problem.num_heads
-        combine = _built(
-            combine_spec.name, COMBINE_ARGS, _compile_combine(combine_spec, target), target, COMBINE_THREADS, rows, problem,
-            {"num_rows": rows, "num_splits": choice.num_splits},
-        )  # fmt: skip
+    shape = work_shape(problem)
+    spec = DecodeSpec.for_problem(problem, shape.split_mode)
+    batch = problem.batch
+    q_len = 0 if problem.ragged_q or not batch else problem.total_q // batch
+    plan = combine = None
+    if spec.planned:
+        plan_spec = PlanSpec(problem.table_kind, problem.page_size, shape.split_mode)
+        constants = {
+            "batch": batch,
+            "num_workers": shape.num_workers,
+            "split_size": shape.split_size,
+            "fan_log2": 8 - max(0, min(batch, NUM_THREADS) - 1).bit_length(),
+        }
+        plan = _built(plan_spec, PLAN_ARGS, target, NUM_THREADS, 1, problem, constants)
+    if shape.split_mode != "one":
+        combine_spec = CombineSpec(problem.num_heads, problem.ragged_q, spec.planned)
+        max_rows = problem.num_heads * problem.max_q_len
+        constants = {"max_rows": max_rows, "row_capacity": shape.row_capacity, "q_len": q_len, "num_splits": shape.num_splits}
+        combine = _built(combine_spec, COMBINE_ARGS, target, COMBINE_THREADS, batch * max_rows, problem, constants)
     constants = {
-        "batch": problem.batch,
+        "max_items": shape.max_items,
+        "row_capacity": shape.row_capacity,
         "total_q": problem.total_q,
-        "q_len": 0 if problem.ragged_q or not problem.batch else problem.total_q // problem.batch,
-        "num_splits": choice.num_splits,
-        "split_keys": choice.split_keys,
+        "q_len": q_len,
+        "num_splits": shape.num_splits,
+        "split_size": shape.split_size,
         "logit_cap": problem.logit_cap,
+        "reserved": 0,
     }
-    grid = problem.batch * choice.row_blocks * choice.num_splits
-    return _built(
-        spec.name, DECODE_ARGS, _compile_decode(spec, target), target, NUM_THREADS, grid, problem, constants, combine
-    )
+    return _built(spec, DECODE_ARGS, target, NUM_THREADS, shape.grid, problem, constants, plan, combine)
 
 
-def _built(name, table, compiled, target, threads, grid, problem, constants, combine=None) -> BuiltKernel:
-    hsaco, isa = compiled
+def _built(spec, table, target, threads, grid, problem, constants, plan=None, combine=None) -> BuiltKernel:
+    hsaco, isa = _compile(spec, target)
     arguments, size = lay_out(table)
     used = resources(isa)
-    assert used["kernarg_bytes"] == size, (used["kernarg_bytes"], size)
+    assert used["kernarg_bytes"] == size, (spec.name, used["kernarg_bytes"], size)
     if used["lds_bytes"] > LDS_LIMIT:
-        raise BackendUnavailable(f"kernel {name} needs {used['lds_bytes']} bytes of LDS, {target} has {LDS_LIMIT}.")
+        raise BackendUnavailable(f"kernel {spec.name} needs {used['lds_bytes']} bytes of LDS, {target} has {LDS_LIMIT}.")
     return BuiltKernel(
-        name=name, language="flydsl", target=target, grid=(grid, 1, 1), block=(threads, 1, 1), lds_bytes=used["lds_bytes"],
+        name=spec.name, language="flydsl", target=target, grid=(grid, 1, 1), block=(threads, 1, 1), lds_bytes=used["lds_bytes"],
         dynamic_lds_bytes=0, arguments=arguments, kernarg_bytes=size, problem=str(problem), constants=constants,
-        resources=used, hsaco=hsaco, isa=isa, combine=combine,
+        resources=used, hsaco=hsaco, isa=isa, plan=plan, combine=combine,
     )  # fmt: skip
 
 
 def write_manifest(kernels: list[BuiltKernel], folder: str | Path) -> Path:
-    """Write each kernel's code object and ``manifest.json`` into ``folder``; combine kernels come along.
+    """Write each kernel's code object and ``manifest.json`` into ``folder``; plan and combine kernels come along.
 
     Returns:
         The path of the manifest.
@@ -190,9 +208,8 @@ def write_manifest(kernels: list[BuiltKernel], folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     by_name: dict[str, BuiltKernel] = {}
     for kernel in kernels:
-        for k in (kernel, kernel.combine):
-            if k is not None:
-                by_name[k.name] = k
+        for k in kernel.launches:
+            by_name[k.name] = k
     for kernel in by_name.values():
         (folder / f"{kernel.name}.hsaco").write_bytes(kernel.hsaco)
     manifest = {

@@ -1,7 +1,8 @@
 """Split-KV MLA decode on MFMA: one block works on 16, 32 or 64 (query row, head) pairs and a range of keys.
 
-Grid: block = (row_block * batch + sequence) * num_splits + split. Row blocks of one sequence are ``batch * num_splits``
-blocks apart: when that is a multiple of 8 they land on the same one of MI355X's eight dies and find the keys in its L2.
+Grid: block = row_block * max_items + item, where an item is a range of keys of one sequence. Row blocks of one item are
+``max_items`` blocks apart, which is kept a multiple of 8: they land on the same one of MI355X's eight dies and find the keys in
+its L2.
 
 A block has 4 waves and walks its keys in tiles of 64. Every key is read from memory once, converted to bf16 in registers
 if it is not, put into LDS, and used from there as key (all 576 values) and as value (the first 512) by all rows:
@@ -59,22 +60,31 @@ def _zero4():
 # -- what a block works on ----------------------------------------------------------------------------------------------
 
 
-def _split_range(spec: DecodeSpec, kv_len, split, num_splits, split_keys):
-    """(first key, end, splits of this sequence): the definition is split_plan.plan_splits with blocks of one tile."""
-    zero, one = fx.Int32(0), fx.Int32(1)
+def _find_item(spec: DecodeSpec, item, items, first_item, split_counts, num_items, num_splits):
+    """(sequence, split, splits of the sequence, whether there is such an item)."""
     if spec.split_mode == "one":
-        return zero, kv_len, one
+        return item, fx.Int32(0), fx.Int32(1), fx.Int32(1)
+    if spec.split_mode == "count":
+        return ops.udiv(item, num_splits), ops.umod(item, num_splits), num_splits, fx.Int32(1)
+    # Past the last item the table holds nothing; item 0 exists in every batch.
+    exists = ops.select(item < ops.global_load(num_items, fx.Int32, constant=True), fx.Int32(1), fx.Int32(0))
+    item = ops.select(exists != 0, item, fx.Int32(0))
+    sequence = ops.global_load(items + ops.widen(item) * 4, fx.Int32, constant=True)
+    at = ops.widen(sequence) * 4
+    split = item - ops.global_load(first_item + at, fx.Int32, constant=True)
+    return sequence, split, ops.global_load(split_counts + at, fx.Int32, constant=True), exists
+
+
+def _split_range(spec: DecodeSpec, kv_len, split, count, split_size):
+    """(first key, end): the definition is split_plan.plan_splits with blocks of one tile."""
+    if spec.split_mode == "one":
+        return fx.Int32(0), kv_len
     if spec.split_mode == "size":
-        count = ops.select(kv_len > 0, ops.udiv(kv_len + split_keys - 1, split_keys), one)
-        first = ops.minimum(split * split_keys, kv_len)
-        return first, ops.minimum(first + split_keys, kv_len), count
+        first = ops.minimum(split * split_size, kv_len)
+        return first, ops.minimum(first + split_size, kv_len)
     tiles = (kv_len + (TILE - 1)) >> 6
-    count = num_splits
-    if spec.split_mode == "chunk":
-        count = ops.udiv(tiles + split_keys - 1, split_keys)
-        count = ops.minimum(ops.select(count > 0, count, one), num_splits)
     first = ops.minimum(ops.udiv(tiles * split, count) << 6, kv_len)
-    return first, ops.minimum(ops.udiv(tiles * (split + 1), count) << 6, kv_len), count
+    return first, ops.minimum(ops.udiv(tiles * (split + 1), count) << 6, kv_len)
 
 
 def _query_rows(spec: DecodeSpec, qo_indptr, q_len, sequence):
@@ -205,39 +215,29 @@ def _attend(spec: DecodeSpec, lds, at, query, first_key, maxima, total, accumula
 # -- writing results ----------------------------------------------------------------------------------------------------
 
 
-def _store_rows(spec: DecodeSpec, arguments, at, row, valid, maximum, total, accumulators, out_scale):
-    """Out and lse (or their partial forms) of one row tile; this lane's row is ``row`` of the sequence."""
-    query_row = at.first_query_row + ops.udiv(row, spec.num_heads)
-    head = ops.umod(row, spec.num_heads)
+def _row_result(spec: DecodeSpec, maximum, total, accumulators, out_scale):
+    """(out values [8 blocks][4], natural-log lse) of this lane's row."""
     empty = total == 0.0
     inverse = ops.reciprocal(total) * out_scale
     zero = fx.Float32(0.0)
-    results = [
-        [ops.select(empty, zero, accumulators[block][element] * inverse) for element in range(4)] for block in range(DIM_BLOCKS)
-    ]
+    out = [[ops.select(empty, zero, part[element] * inverse) for element in range(4)] for part in accumulators]
     natural = (maximum + ops.log2(total)) * LN_2
-    minus_infinity = fx.Int32(NEGATIVE_INFINITY_BITS).bitcast(fx.Float32)
-    lse = ops.select(empty, minus_infinity, natural)
-    flat_row = ops.widen(query_row) * spec.num_heads + ops.widen(head)
-    first_dim = at.wave * 128 + at.group * 4
-    return SimpleNamespace(
-        query_row=query_row, head=head, results=results, lse=lse, flat_row=flat_row, first_dim=first_dim, valid=valid
-    )
+    return out, ops.select(empty, fx.Int32(NEGATIVE_INFINITY_BITS).bitcast(fx.Float32), natural)
 
 
 def make_decode(spec: DecodeSpec):
     """The ``@flyc.jit`` launcher of the decode kernel for ``spec``; arguments as in spec.DECODE_ARGS."""
-    split = spec.split_mode != "one"
     layout = spec.lds
 
     @flyc.kernel(name=spec.name, known_block_size=[NUM_THREADS, 1, 1])
     def kernel(
         q: fx.Int64, kv: fx.Int64, kv_scale: fx.Int64, page_ids: fx.Int64, kv_indptr: fx.Int64, kv_lens: fx.Int64,
-        qo_indptr: fx.Int64, zeros: fx.Int64, out: fx.Int64, lse: fx.Int64, partial_out: fx.Int64, partial_lse: fx.Int64,
+        qo_indptr: fx.Int64, zeros: fx.Int64, items: fx.Int64, first_item: fx.Int64, split_counts: fx.Int64,
+        num_items: fx.Int64, out: fx.Int64, lse: fx.Int64, partial_out: fx.Int64, partial_lse: fx.Int64,
         kv_page_stride: fx.Int64, kv_token_stride: fx.Int64, scale_page_stride: fx.Int64, scale_token_stride: fx.Int64,
         q_row_stride: fx.Int64, q_head_stride: fx.Int64, out_row_stride: fx.Int64, out_head_stride: fx.Int64,
-        batch: fx.Int32, total_q: fx.Int32, q_len: fx.Int32, table_stride: fx.Int32, num_splits: fx.Int32,
-        split_keys: fx.Int32, sm_scale: fx.Float32, logit_cap: fx.Float32,
+        max_items: fx.Int32, row_capacity: fx.Int32, total_q: fx.Int32, q_len: fx.Int32, table_stride: fx.Int32,
+        num_splits: fx.Int32, split_size: fx.Int32, sm_scale: fx.Float32, logit_cap: fx.Float32, reserved: fx.Int32,
     ):  # fmt: skip
         lds = ops.Lds(layout.size)
         thread = fx.thread_idx.x
@@ -248,18 +248,19 @@ def make_decode(spec: DecodeSpec):
 
         # -- which work
         block = fx.block_idx.x
-        split_index = ops.umod(block, num_splits)
-        block = ops.udiv(block, num_splits)
-        sequence = ops.umod(block, batch)
-        first_row = ops.udiv(block, batch) * spec.rows
+        item = ops.umod(block, max_items)
+        first_row = ops.udiv(block, max_items) * spec.rows
+        sequence, split, split_count, exists = _find_item(
+            spec, item, items, first_item, split_counts, num_items, num_splits
+        )
         first_query_row, rows_q = _query_rows(spec, qo_indptr, q_len, sequence)
         num_rows = rows_q * spec.num_heads
         kv_len, first_page = kv_length(spec, kv_indptr, kv_lens, table_stride, sequence)
-        first, end, split_count = _split_range(spec, kv_len, split_index, num_splits, split_keys)
+        first, end = _split_range(spec, kv_len, split, split_count, split_size)
         # Keys beyond what the block's last row sees are never touched.
         last_row = ops.minimum(ops.udiv(first_row + (spec.rows - 1), spec.num_heads), rows_q - 1)
         end = ops.minimum(end, _visible_keys(spec, kv_len, rows_q, last_row))
-        in_use = (first_row < num_rows) & (end > first)
+        in_use = (first_row < num_rows) & (end > first) & (exists != 0)
         tiles = ops.select(in_use, (end - first + (TILE - 1)) >> 6, fx.Int32(0))
 
         # -- this lane's query row (rows past the last repeat it; they are not stored)
@@ -276,7 +277,6 @@ def make_decode(spec: DecodeSpec):
         first_subtile = key_group * spec.row_tiles
         at = SimpleNamespace(
             wave=wave, group=group, row16=row16, row_tile=row_tile, scale=scale, logit_cap=logit_cap,
-            first_query_row=first_query_row,
             row_keys=_visible_keys(spec, kv_len, rows_q, query_index),
             # LDS offsets of this lane
             key_row=(first_subtile * 16 + row16) * ROW_BYTES + group * 16,
@@ -322,48 +322,53 @@ def make_decode(spec: DecodeSpec):
         ops.barrier()
         sums = lds.load(row16 * 16, fx.Float32, 4, offset=layout.maxima)
 
-        exists = split_index < split_count
+        first_dim = wave * 128 + group * 4
+        writes_lse = (wave == 0) & (group == 0)
         for tile in fx.range_constexpr(spec.row_tiles):
             row = first_row + (16 * tile + row16)
             row_sum = sums[tile * spec.key_groups]
             for other in fx.range_constexpr(1, spec.key_groups):
                 row_sum = row_sum + sums[tile * spec.key_groups + other]
             part = accumulators[tile * DIM_BLOCKS : (tile + 1) * DIM_BLOCKS]
-            result = _store_rows(spec, None, at, row, row < num_rows, maxima[tile], row_sum, part, key_scale)
-            if row < num_rows:
-                if fx.const_expr(split):
-                    slot = result.flat_row * ops.widen(num_splits) + ops.widen(split_index)
-                    if (wave == 0) & (group == 0):
-                        ops.global_store(partial_lse + slot * 4, result.lse)
-                    # A split without keys is skipped by its lse; its values need not exist.
-                    if tiles > 0:
-                        address = partial_out + slot * 2048 + ops.widen(result.first_dim) * 4
-                        for b in fx.range_constexpr(DIM_BLOCKS):
-                            ops.global_store(address, V.from_elements(result.results[b], fx.Float32), offset=64 * b, align=16)
-                else:
+            result, row_lse = _row_result(spec, maxima[tile], row_sum, part, key_scale)
+            if (row < num_rows) & (exists != 0):
+                if split_count == 1:
+                    query_row = first_query_row + ops.udiv(row, spec.num_heads)
+                    row_head = ops.umod(row, spec.num_heads)
                     address = (
-                        out + ops.widen(result.query_row) * out_row_stride + ops.widen(result.head) * out_head_stride
-                        + ops.widen(result.first_dim) * 2
+                        out + ops.widen(query_row) * out_row_stride + ops.widen(row_head) * out_head_stride
+                        + ops.widen(first_dim) * 2
                     )  # fmt: skip
                     for b in fx.range_constexpr(DIM_BLOCKS):
-                        ops.global_store(address, ops.pack_bf16(result.results[b]), offset=32 * b, align=4)
-                    if (wave == 0) & (group == 0) & (lse != 0):
-                        ops.global_store(lse + result.flat_row * 4, result.lse)
+                        ops.global_store(address, ops.pack_bf16(result[b]), offset=32 * b, align=4)
+                    if writes_lse & (lse != 0):
+                        flat_row = ops.widen(query_row) * spec.num_heads + ops.widen(row_head)
+                        ops.global_store(lse + flat_row * 4, row_lse)
+                else:
+                    slot = ops.widen(item) * ops.widen(row_capacity) + ops.widen(row)
+                    if writes_lse:
+                        ops.global_store(partial_lse + slot * 4, row_lse)
+                    # A split without keys is skipped by its lse; its values need not exist.
+                    if tiles > 0:
+                        address = partial_out + slot * 2048 + ops.widen(first_dim) * 4
+                        for b in fx.range_constexpr(DIM_BLOCKS):
+                            ops.global_store(address, V.from_elements(result[b], fx.Float32), offset=64 * b, align=16)
 
     @flyc.jit
     def launch(
         q: fx.Int64, kv: fx.Int64, kv_scale: fx.Int64, page_ids: fx.Int64, kv_indptr: fx.Int64, kv_lens: fx.Int64,
-        qo_indptr: fx.Int64, zeros: fx.Int64, out: fx.Int64, lse: fx.Int64, partial_out: fx.Int64, partial_lse: fx.Int64,
+        qo_indptr: fx.Int64, zeros: fx.Int64, items: fx.Int64, first_item: fx.Int64, split_counts: fx.Int64,
+        num_items: fx.Int64, out: fx.Int64, lse: fx.Int64, partial_out: fx.Int64, partial_lse: fx.Int64,
         kv_page_stride: fx.Int64, kv_token_stride: fx.Int64, scale_page_stride: fx.Int64, scale_token_stride: fx.Int64,
         q_row_stride: fx.Int64, q_head_stride: fx.Int64, out_row_stride: fx.Int64, out_head_stride: fx.Int64,
-        batch: fx.Int32, total_q: fx.Int32, q_len: fx.Int32, table_stride: fx.Int32, num_splits: fx.Int32,
-        split_keys: fx.Int32, sm_scale: fx.Float32, logit_cap: fx.Float32, grid: fx.Int32,
+        max_items: fx.Int32, row_capacity: fx.Int32, total_q: fx.Int32, q_len: fx.Int32, table_stride: fx.Int32,
+        num_splits: fx.Int32, split_size: fx.Int32, sm_scale: fx.Float32, logit_cap: fx.Float32, reserved: fx.Int32, grid: fx.Int32,
     ):  # fmt: skip
         kernel(
-            q, kv, kv_scale, page_ids, kv_indptr, kv_lens, qo_indptr, zeros, out, lse, partial_out, partial_lse,
-            kv_page_stride, kv_token_stride, scale_page_stride, scale_token_stride, q_row_stride, q_head_stride,
-            out_row_stride, out_head_stride, batch, total_q, q_len, table_stride, num_splits, split_keys, sm_scale,
-            logit_cap,
+            q, kv, kv_scale, page_ids, kv_indptr, kv_lens, qo_indptr, zeros, items, first_item, split_counts, num_items, out, lse,
+            partial_out, partial_lse, kv_page_stride, kv_token_stride, scale_page_stride, scale_token_stride, q_row_stride,
+            q_head_stride, out_row_stride, out_head_stride, max_items, row_capacity, total_q, q_len, table_stride, num_splits,
+            split_size, sm_scale, logit_cap, reserved,
         ).launch(grid=(grid, 1, 1), block=(NUM_THREADS, 1, 1))  # fmt: skip
 
     return launch

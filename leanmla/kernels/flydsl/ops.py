@@ -104,6 +104,19 @@ class Lds:
         return V(rocdl_ops.ds_read_tr16_b64_(V.make_type(4, fx.BFloat16), pointer), (4,), fx.BFloat16)
 
 
+# Inside traced loops a method call on a local object would make the object part of the loop's state; these are plain functions.
+
+
+def lds_load(lds: Lds, dynamic, *, offset: int = 0):
+    """One int32."""
+    return lds.load(dynamic, fx.Int32, offset=offset, align=4)
+
+
+def lds_store(lds: Lds, dynamic, value, *, offset: int = 0) -> None:
+    """One 4-byte value."""
+    lds.store(dynamic, value, offset=offset, align=4)
+
+
 def barrier() -> None:
     """Wait for the block's other waves; LDS writes before it are visible after it."""
     fx.gpu.barrier()
@@ -179,7 +192,12 @@ def uniform(x):
 
 def xor_lanes(x, distance: int):
     """The value of lane ``l ^ distance``."""
-    return fx.Float32(fx.gpu.shuffle_xor(x, distance, 64))
+    return type(x)(fx.gpu.shuffle_xor(x, distance, 64))
+
+
+def shuffle_from(x, lane):
+    """The value of lane ``lane`` (a traced index)."""
+    return type(x)(fx.gpu.shuffle_idx(x, lane, 64))
 
 
 def pack_bf16(values):

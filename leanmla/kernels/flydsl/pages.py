@@ -13,7 +13,7 @@ from typing import Any
 import flydsl.expr as fx
 
 from . import ops
-from .spec import DecodeSpec
+from .spec import DecodeSpec, PlanSpec
 
 __all__ = ["KeyRows", "data_address", "kv_length", "page_of", "scale_address"]
 
@@ -36,7 +36,7 @@ class KeyRows:
     end: Any  #: one past the last key this block reads
 
 
-def kv_length(spec: DecodeSpec, kv_indptr, kv_lens, table_stride, sequence):
+def kv_length(spec: DecodeSpec | PlanSpec, kv_indptr, kv_lens, table_stride, sequence):
     """(keys of the sequence, int64 index where its pages begin)."""
     at = ops.widen(sequence) * 4
     if spec.table_kind == "block_table":

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from ...problem import DIMS, DecodeProblem
 
-__all__ = ["COMBINE_ARGS", "COMBINE_THREADS", "DECODE_ARGS", "LDS_LIMIT", "NUM_THREADS", "TILE", "CombineSpec", "DecodeSpec", "LdsLayout", "row_tiles_for"]
+__all__ = [
+    "COMBINE_ARGS", "COMBINE_THREADS", "DECODE_ARGS", "LDS_LIMIT", "NUM_THREADS", "PLAN_ARGS", "SPLIT_MODES", "TILE", "CombineSpec",
+    "DecodeSpec", "LdsLayout", "PlanSpec", "row_tiles_for",
+]  # fmt: skip
 
 TILE = 64  #: keys a tile
 NUM_WAVES = 4
@@ -18,8 +21,8 @@ LDS_LIMIT = 163840  #: bytes of LDS a compute unit of gfx950 has
 #: ds_read_b128 touches start in 16 different groups of 4 banks, and so do the 4 rows of a transposed read.
 ROW_BYTES = 2 * DIMS.qk_head_dim + 16
 
-#: Arguments of the decode kernel in order: (name, kind, meaning). Addresses and strides are 8 bytes, all before the
-#: 4-byte ones, so that packing in order needs no padding.
+#: Arguments of each kernel in order: (name, kind, meaning). Addresses and strides are 8 bytes, all before the 4-byte ones,
+#: so that packing in order needs no padding.
 DECODE_ARGS: tuple[tuple[str, str, str], ...] = (
     ("q", "i64", "address of q [total_q, num_heads, 576] bf16"),
     ("kv", "i64", "address of the cache data [pages, page_size, bytes of a token]"),
@@ -29,10 +32,14 @@ DECODE_ARGS: tuple[tuple[str, str, str], ...] = (
     ("kv_lens", "i64", "address of int32 [batch]: csr last page lengths, block_table cache_seqlens; contiguous 0"),
     ("qo_indptr", "i64", "address of int32 [batch+1] query row offsets; 0 if uniform"),
     ("zeros", "i64", "address of 1152 zero bytes, 16-byte aligned: stands in for rows past the last key"),
-    ("out", "i64", "address of out [total_q, num_heads, 512] bf16; unused if split"),
-    ("lse", "i64", "address of lse fp32 [total_q, num_heads], or 0; unused if split"),
-    ("partial_out", "i64", "address of fp32 [total_q * num_heads, num_splits, 512]; unused if not split"),
-    ("partial_lse", "i64", "address of fp32 [total_q * num_heads, num_splits]; unused if not split"),
+    ("items", "i64", "planned: address of int32 [max_items], sequence of each item; otherwise 0"),
+    ("first_item", "i64", "planned: address of int32 [batch], first item of each sequence; otherwise 0"),
+    ("split_counts", "i64", "planned: address of int32 [batch], items of each sequence; otherwise 0"),
+    ("num_items", "i64", "planned: address of int32 [1], items in all; otherwise 0"),
+    ("out", "i64", "address of out [total_q, num_heads, 512] bf16"),
+    ("lse", "i64", "address of lse fp32 [total_q, num_heads], or 0"),
+    ("partial_out", "i64", "address of fp32 [max_items, row_capacity, 512]; unused if not split"),
+    ("partial_lse", "i64", "address of fp32 [max_items, row_capacity], natural log; unused if not split"),
     ("kv_page_stride", "i64", "bytes between pages of the cache (between tokens if contiguous)"),
     ("kv_token_stride", "i64", "bytes between tokens of a page"),
     ("scale_page_stride", "i64", "mxfp4: bytes between pages of the scales"),
@@ -41,29 +48,49 @@ DECODE_ARGS: tuple[tuple[str, str, str], ...] = (
     ("q_head_stride", "i64", "bytes between heads of q"),
     ("out_row_stride", "i64", "bytes between rows of out"),
     ("out_head_stride", "i64", "bytes between heads of out"),
-    ("batch", "i32", "sequences"),
+    ("max_items", "i32", "items the grid has room for: grid = row blocks * max_items"),
+    ("row_capacity", "i32", "rows (query row, head) of a sequence that partial results have room for"),
     ("total_q", "i32", "query rows over all sequences"),
     ("q_len", "i32", "query rows a sequence if uniform"),
     ("table_stride", "i32", "block_table: page ids between rows of the table"),
-    ("num_splits", "i32", "splits a sequence has room for"),
-    ("split_keys", "i32", "split mode 'chunk': tiles a split is meant to have; 'size': keys of a split"),
+    ("num_splits", "i32", "split mode 'count': splits of every sequence"),
+    ("split_size", "i32", "split mode 'size': keys of a split"),
     ("sm_scale", "f32", "factor on the logits"),
     ("logit_cap", "f32", "cap on the logits; read only by kernels built with a cap"),
+    ("reserved", "i32", "0"),
 )
 
-#: Arguments of the combine kernel.
 COMBINE_ARGS: tuple[tuple[str, str, str], ...] = (
-    ("partial_out", "i64", "address of fp32 [total_q * num_heads, num_splits, 512]"),
-    ("partial_lse", "i64", "address of fp32 [total_q * num_heads, num_splits], natural log"),
+    ("partial_out", "i64", "address of fp32 [max_items, row_capacity, 512]"),
+    ("partial_lse", "i64", "address of fp32 [max_items, row_capacity], natural log"),
+    ("first_item", "i64", "planned: address of int32 [batch], first item of each sequence; otherwise 0"),
+    ("split_counts", "i64", "planned: address of int32 [batch], items of each sequence; otherwise 0"),
+    ("qo_indptr", "i64", "address of int32 [batch+1] query row offsets; 0 if uniform"),
     ("out", "i64", "address of out [total_q, num_heads, 512] bf16"),
     ("lse", "i64", "address of lse fp32 [total_q, num_heads], or 0"),
     ("out_row_stride", "i64", "bytes between rows of out"),
     ("out_head_stride", "i64", "bytes between heads of out"),
-    ("num_rows", "i32", "total_q * num_heads"),
-    ("num_splits", "i32", "splits"),
+    ("max_rows", "i32", "most rows (query row, head) of a sequence: grid = batch * max_rows"),
+    ("row_capacity", "i32", "rows of a sequence that partial results have room for"),
+    ("q_len", "i32", "query rows a sequence if uniform"),
+    ("num_splits", "i32", "split mode 'count': splits of every sequence"),
 )
 
-SPLIT_MODES = ("one", "count", "chunk", "size")
+PLAN_ARGS: tuple[tuple[str, str, str], ...] = (
+    ("kv_indptr", "i64", "as in the decode kernel"),
+    ("kv_lens", "i64", "as in the decode kernel"),
+    ("items", "i64", "address of int32 [max_items] to write"),
+    ("first_item", "i64", "address of int32 [batch] to write"),
+    ("split_counts", "i64", "address of int32 [batch] to write"),
+    ("num_items", "i64", "address of int32 [1] to write"),
+    ("batch", "i32", "sequences"),
+    ("num_workers", "i32", "items that run at the same time"),
+    ("split_size", "i32", "split mode 'size': keys of a split"),
+    ("fan_log2", "i32", "log2 of the threads that write one sequence's items: 256 / fan >= min(batch, 256)"),
+)
+
+#: "one": not split. "count": exactly num_splits. "balanced", "size": what plan.py wrote into the item table.
+SPLIT_MODES = ("one", "count", "balanced", "size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +115,7 @@ class DecodeSpec:
     causal: bool
     ragged_q: bool
     has_cap: bool
-    split_mode: str  #: "one": not split; "count": exactly num_splits; "chunk", "size": see split_plan.py
+    split_mode: str  #: one of SPLIT_MODES
 
     @property
     def name(self) -> str:
@@ -96,6 +123,11 @@ class DecodeSpec:
         flags = ("_causal" if self.causal else "") + ("_ragged" if self.ragged_q else "") + ("_cap" if self.has_cap else "")
         pages = "contiguous" if self.table_kind == "contiguous" else f"{self.table_kind}{self.page_size}"
         return f"mla_decode_{self.format}_h{self.num_heads}_r{16 * self.row_tiles}_{pages}_{self.split_mode}{flags}"
+
+    @property
+    def planned(self) -> bool:
+        """Whether the plan kernel runs first."""
+        return self.split_mode in ("balanced", "size")
 
     @property
     def rows(self) -> int:
@@ -111,6 +143,15 @@ class DecodeSpec:
     def tile_in_page(self) -> bool:
         """Whether all keys of a tile lie in one page: tiles begin at multiples of 64 keys unless splits have a fixed size."""
         return self.table_kind != "contiguous" and self.page_size % TILE == 0 and self.split_mode != "size"
+
+    @property
+    def blocks_per_cu(self) -> int:
+        """Blocks that fit a compute unit, by LDS (160 KiB) and registers (512 a lane, shared by resident waves).
+
+        64 rows take 83 KB of LDS and 350 registers. 32 rows of a bf16 cache fit by LDS but not by registers: 72 of q,
+        72 of the next tile and 64 of accumulators leave too few of 256, so held to that they would spill.
+        """
+        return 1 if self.row_tiles == 4 or (self.row_tiles == 2 and self.format == "bf16") else 2
 
     @property
     def lds(self) -> LdsLayout:
@@ -140,10 +181,26 @@ class CombineSpec:
     """Constants a combine kernel is compiled for."""
 
     num_heads: int
+    ragged_q: bool
+    planned: bool
 
     @property
     def name(self) -> str:
-        return f"mla_combine_h{self.num_heads}"
+        return f"mla_combine_h{self.num_heads}" + ("_ragged" if self.ragged_q else "") + ("_planned" if self.planned else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpec:
+    """Constants a plan kernel is compiled for."""
+
+    table_kind: str
+    page_size: int
+    split_mode: str
+
+    @property
+    def name(self) -> str:
+        pages = "contiguous" if self.table_kind == "contiguous" else f"{self.table_kind}{self.page_size}"
+        return f"mla_plan_{pages}_{self.split_mode}"
 
 
 def row_tiles_for(rows: int) -> int:
