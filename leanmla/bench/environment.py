@@ -48,13 +48,17 @@ def command_line() -> str:
     return "leanmla " + shlex.join(sys.argv[1:])
 
 
-def environment(where: torch.device | str) -> dict:
-    """Everything about machine and software that a result depends on."""
+def environment(where: torch.device | str, known_commit: str | None = None) -> dict:
+    """Everything about machine and software that a result depends on.
+
+    Args:
+        known_commit: to record where this runs outside a repository.
+    """
     where = torch.device(where)
     info = device.describe(where)
     facts: dict = {
         "leanmla": __version__,
-        "commit": commit(),
+        "commit": commit() or known_commit,
         "python": platform.python_version(),
         "packages": package_versions(),
         "platform": platform.platform(),

@@ -20,7 +20,7 @@ from ..testing.compare import relative_error
 from .cases import BenchCase
 from .data import Copy, LatentPool, bytes_of, make_copies, pick_sequences, problem_of, sequences
 from .peers import Peer, result_of
-from .timing import Timer, Times, interleave, make_timer
+from .timing import Timer, Times, context_lost, interleave, make_timer
 
 __all__ = ["MAX_RELATIVE_ERROR", "PEER_MAX_RELATIVE_ERROR", "Contender", "Measurement", "copies_needed", "measure_case", "plan_for"]
 
@@ -204,7 +204,7 @@ def _measure_group(job: _Job, contenders: Sequence[Contender], counts: dict[str,
         if reason is not None:
             result.status, result.message = "refused", reason
             continue
-        job.on_step(f"{case.label}, {c.name}: checking")
+        job.on_step(f"{case.label}, {c.name}: compiling, checking")
         if c.format not in copies:
             copies[c.format] = make_copies(case, c.format, job.pool, counts[c.format])
             part = sequences(copies[c.format][0], c.format, job.picks)
@@ -217,8 +217,8 @@ def _measure_group(job: _Job, contenders: Sequence[Contender], counts: dict[str,
         except LeanMLAError as error:
             result.status, result.message = "refused", str(error)
         except Exception as error:
-            if "CUDA error" in str(error):
-                raise  # the context is lost; nothing after this would mean anything
+            if context_lost(device):
+                raise  # nothing after this would mean anything
             first_line = str(error).splitlines()[0] if str(error) else ""
             result.status, result.message = "failed", f"{type(error).__name__}: {first_line}"
     job.on_step(f"{case.label}: timing {len(timers)}")
@@ -261,9 +261,9 @@ def _prepare(c: Contender, case: BenchCase, copies: list[Copy], device: torch.de
 
 
 def _check(entry: _Entry, c: Contender, copies: list[Copy], job: _Job) -> None:
-    """Some sequences of copy 0 against the definition; every output of every copy must be there and finite."""
+    """Some sequences of copy 0 against the definition; every output (ours: of every copy) must be there and finite."""
     result = entry.result
-    for i, copy in enumerate(copies):
+    for i, copy in enumerate(copies if c.peer is None else copies[:1]):
         copy.out.fill_(torch.nan)
         out = entry.outs(i)
         if not bool(torch.isfinite(out).all()):

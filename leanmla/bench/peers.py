@@ -44,20 +44,26 @@ class Peer:
 # -- torch ---------------------------------------------------------------------------------------------------------------
 
 
-def _plain_torch(case: BenchCase) -> str | None:
-    if not case.uniform:
-        return "takes equally long sequences only"
-    if case.q_len > 1:
-        return "has no bottom-right causal mask for more than one row"
-    if case.tokens * DIM * 4 > 4 << 30:
-        return "would copy more than 4 GiB of keys"
-    return None
+def _plain_torch(bytes_per_value: int) -> Callable[[BenchCase], str | None]:
+    def why_not(case: BenchCase) -> str | None:
+        if not case.uniform:
+            return "takes equally long sequences only"
+        if case.q_len > 1:
+            return "has no bottom-right causal mask for more than one row"
+        if case.tokens * DIM * bytes_per_value > 4 << 30:
+            return "would copy more than 4 GiB of keys"
+        return None
+
+    return why_not
 
 
 def _dense(copy: Copy, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(q [b, H, 576], keys [b, kv, 576]) without pages: what plain torch needs, and a head start for it."""
-    case = copy.case
-    keys = torch.stack([copy.cache.gather(copy.table.slots(b), dtype) for b in range(case.batch)])
+    case, page_ids = copy.case, copy.table.page_ids
+    assert page_ids is not None
+    offsets = torch.arange(case.page_size, device=page_ids.device)
+    slots = (page_ids.long()[..., None] * case.page_size + offsets).flatten(1)[:, : case.kv_lens[0]]
+    keys = copy.cache.gather(slots.flatten(), dtype).view(*slots.shape, DIM)
     return copy.q.to(dtype).view(case.batch, case.num_heads, DIM), keys
 
 
@@ -165,9 +171,9 @@ def _anything(case: BenchCase) -> str | None:
 
 
 PEERS: tuple[Peer, ...] = (
-    Peer("torch sdpa bf16", ("cpu", "cuda"), "bf16", None, _plain_torch, _prepare_sdpa),
-    Peer("torch bmm bf16", ("cpu", "cuda"), "bf16", None, _plain_torch, _prepare_bmm(torch.bfloat16)),
-    Peer("torch bmm fp32", ("cpu",), "bf16", None, _plain_torch, _prepare_bmm(torch.float32)),
+    Peer("torch sdpa bf16", ("cpu", "cuda"), "bf16", None, _plain_torch(2), _prepare_sdpa),
+    Peer("torch bmm bf16", ("cpu", "cuda"), "bf16", None, _plain_torch(2), _prepare_bmm(torch.bfloat16)),
+    Peer("torch bmm fp32", ("cpu",), "bf16", None, _plain_torch(4), _prepare_bmm(torch.float32)),
     Peer("flash_mla bf16", ("cuda",), "bf16", "flash_mla", _flash_mla_limits, _prepare_flash_mla),
     Peer("flashinfer fa3 bf16", ("cuda",), "bf16", "flashinfer", _anything, _prepare_flashinfer("fa3", False)),
     Peer("flashinfer fa2 fp8", ("cuda",), "fp8", "flashinfer", _anything, _prepare_flashinfer("fa2", True)),

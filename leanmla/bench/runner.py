@@ -136,6 +136,7 @@ def run_bench(
     *,
     time_limit: float = math.inf,
     seconds: float = 0.15,
+    commit: str | None = None,
     on_step: Callable[[str], None] = lambda label: None,
     on_case: Callable[[], None] = lambda: None,
 ) -> BenchRun:
@@ -144,12 +145,13 @@ def run_bench(
     Args:
         time_limit: seconds for everything.
         seconds: sampling time a contender.
+        commit: to record where this runs outside a repository.
         on_step, on_case: told what is being done, and when a case is done.
     """
     start = time.monotonic()
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     on_step("ceilings")
-    run = BenchRun(environment(device), command_line(), started, measure_ceilings(device))
+    run = BenchRun(environment(device, commit), command_line(), started, measure_ceilings(device))
     pool = LatentPool(device)
     slowest = 0.0
     for case in cases:

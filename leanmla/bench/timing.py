@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Times", "interleave", "make_timer"]
+__all__ = ["Times", "context_lost", "interleave", "make_timer"]
 
 
 @dataclass(frozen=True)
@@ -114,3 +114,14 @@ def interleave(timers: dict[str, Timer], *, seconds: float, min_rounds: int = 5,
         for name, timer in timers.items():
             samples[name].append(timer.sample())
     return {name: Times(tuple(values)) for name, values in samples.items()}
+
+
+def context_lost(device: torch.device) -> bool:
+    """Whether a GPU gives nothing but errors any more, as after an illegal access (a failed capture is harmless)."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        return bool(torch.zeros(1, device=device).item() != 0)
+    except RuntimeError:
+        return True

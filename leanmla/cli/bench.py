@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="sampling time a contender and case (default: 0.15 on a GPU, 1 on a CPU)")
     parser.add_argument("--time-limit", type=float, default=540, metavar="S",
                         help="leave out the cases that no longer fit into S seconds (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--commit", metavar="TEXT", help="commit to record where this runs outside a repository")
     parser.add_argument("--compare", metavar="FILE", help="also show time / time in an earlier --json FILE")
 
 
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     contenders = contenders_for(cases, names, args.backend, peers_named(args.peers), device)
     with out.steps(len(cases), "bench") as steps:
         run = run_bench(cases, contenders, device, time_limit=args.time_limit, seconds=args.seconds or (0.15 if gpu else 1.0),
-                        on_step=steps.now, on_case=steps.advance)  # fmt: skip
+                        commit=args.commit, on_step=steps.now, on_case=steps.advance)  # fmt: skip
     out.json(run.document())
     _print(out, run, before)
     return 0 if run.ok else 1

@@ -129,6 +129,7 @@ def check_case(case: DecodeCase, names: list[str], device: torch.device, *, seed
     import torch
 
     from .. import backends
+    from ..bench.timing import context_lost
     from ..decode import mla_decode
     from ..device import describe
     from ..errors import BackendUnavailable
@@ -167,8 +168,8 @@ def check_case(case: DecodeCase, names: list[str], device: torch.device, *, seed
             results.append(CaseResult(*same, ok=True, refused=str(error)))
             continue
         except Exception as error:
-            if "CUDA error" in str(error):
-                raise  # the context is lost; nothing after this would mean anything
+            if context_lost(device):
+                raise  # nothing after this would mean anything
             message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             results.append(CaseResult(*same, ok=False, worst_ratio=math.inf, problems=(message,)))
             continue
