@@ -23,7 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", default="all", help="all, or names with commas; mxfp4 stands for both of its scale rules")
     parser.add_argument("--heads", type=int, default=16, help="query heads (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
-    parser.add_argument("--budget", type=float, metavar="E", help="recommend the smallest format whose output error stays within E, such as 0.05")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="E",
+        help="recommend the smallest format whose output error stays within E, such as 0.05",
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw error against bytes a token into a .png, .svg or .pdf")
 
 
@@ -67,7 +72,9 @@ def main(args: argparse.Namespace, out: Output) -> int:
     if args.budget is None:
         return 0
     if choice is None:
-        raise InvalidArgument(f"--budget: no format measured stays within {args.budget:g}. Allow more, or keep the values unrounded.")
+        raise InvalidArgument(
+            f"--budget: no format measured stays within {args.budget:g}. Allow more, or keep the values unrounded."
+        )
     out.print(f"Budget: {choice.sentence()}")
     return 0
 
@@ -87,8 +94,11 @@ def _print(out: Output, results, names: list[str], seconds: float) -> None:
                       f"{r.lse_error:.1e}", str(r.saturated) if r.saturated else "")  # fmt: skip
         last = head
     out.print(table)
-    out.print(f"error of out: relative L2 over {NUM_ROWS} rows and all heads of exact (fp64) attention on the stored values against the "
-              "unrounded ones;", "worst head: the same, of the head where it is largest; error of lse: the largest difference; kernels add about 2e-3.")
+    out.print(
+        f"error of out: relative L2 over {NUM_ROWS} rows and all heads of exact (fp64) attention on the stored values against the "
+        "unrounded ones;",
+        "worst head: the same, of the head where it is largest; error of lse: the largest difference; kernels add about 2e-3.",
+    )
     for name in names:
         out.print(f"{name}: {DISTRIBUTIONS[name].words}.")
     out.print(f"Took {seconds:.0f} s.")

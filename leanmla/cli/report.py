@@ -14,7 +14,12 @@ SCHEMA = "leanmla-report/1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``leanmla report``."""
-    parser.add_argument("results", nargs="+", metavar="RESULT.json", help="what bench, run or accuracy wrote with --json; the first timed one is compared with")
+    parser.add_argument(
+        "results",
+        nargs="+",
+        metavar="RESULT.json",
+        help="what bench, run or accuracy wrote with --json; the first timed one is compared with",
+    )
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="the page (default: %(default)s)")
     parser.add_argument("--title", default="LeanMLA results", help="of the page (default: %(default)s)")
 
