@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="leave out the cases that no longer fit into S seconds (default: %(default)s)")  # fmt: skip
     parser.add_argument("--commit", metavar="TEXT", help="commit to record where this runs outside a repository")
     parser.add_argument("--compare", metavar="FILE", help="also show time / time in an earlier --json FILE")
+    parser.add_argument("--plot", metavar="DIR", help="draw times, bandwidths, the roofline and speed-ups into this folder (SVG)")
 
 
 def main(args: argparse.Namespace, out: Output) -> int:
@@ -34,6 +35,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     from ..bench.results import read_json
     from ..bench.runner import contenders_for, earlier_times, run_bench
 
+    folder = _plot_folder(args.plot) if args.plot else None
     device = pick_device(args.device)
     gpu = device.type == "cuda"
     before = earlier_times(read_json(Path(args.compare))) if args.compare else {}
@@ -45,7 +47,27 @@ def main(args: argparse.Namespace, out: Output) -> int:
                         commit=args.commit, on_step=steps.now, on_case=steps.advance)  # fmt: skip
     out.json(run.document())
     _print(out, run, before)
+    if folder is not None and any(r.status == "ok" for r in run.results):
+        from ..plots.bench_plots import save_bench_figures
+        from ..plots.runs import run_of
+
+        drawn = save_bench_figures(run_of(run.document(), "this run"), folder)
+        out.print(f"Drawn: {', '.join(map(str, drawn))}.")
     return 0 if run.ok else 1
+
+
+def _plot_folder(name: str) -> Path:
+    """The folder for pictures, made if it is missing; refuses before any work where none could be drawn."""
+    from ..errors import InvalidArgument
+    from ..plots.files import require_matplotlib
+
+    require_matplotlib()
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f"--plot: expected a folder, {folder} cannot be made ({error.strerror}).") from None
+    return folder
 
 
 def _print(out: Output, run, before: dict) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .output import Output, new_table
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="auto or a backend's name (default: auto)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--device-like", choices=tuple(KNOWN), help="a device this machine need not have")
+    parser.add_argument("--plot", metavar="FILE", help="draw the schedule as a timeline into a .png, .svg or .pdf")
 
 
 def main(args: argparse.Namespace, out: Output) -> int:
@@ -51,8 +53,12 @@ def main(args: argparse.Namespace, out: Output) -> int:
     from .. import backends
     from ..checks import check_options
     from ..device import describe, override
+    from ..plots.files import check_target, require_matplotlib
     from .known_devices import KNOWN
 
+    if args.plot:
+        require_matplotlib()
+        check_target(Path(args.plot), "--plot")
     kv_lens, q_lens = _lengths(args)
     check_options(sm_scale=1.0, logit_cap=args.logit_cap, num_kv_splits=args.num_kv_splits, split_size=args.split_size)
     problem = _problem(args, kv_lens, q_lens)
@@ -66,7 +72,14 @@ def main(args: argparse.Namespace, out: Output) -> int:
         plan = _plan(backend, problem, info, config, kv_lens)
     cost = _cost(problem, kv_lens, q_lens, plan, known.tb_s if known else None)
     out.json(_document(args, problem, info, reasons, config, plan, cost, known))
+    if args.plot:
+        from ..plots.timeline import plot_timeline
+
+        subject = f"{problem} on {info.name}, {config.backend}: {plan.num_workers} workers, {plan.mode} splits"
+        plot_timeline(plan, Path(args.plot), subject=subject)
     _print(out, problem, info, reasons, backend, config, plan, cost, known)
+    if args.plot:
+        out.print(f"{'timeline':<12} drawn into {args.plot}")
     return 0
 
 
@@ -136,6 +149,8 @@ def _cost(problem: DecodeProblem, kv_lens, q_lens, plan: SplitPlan, tb_s: float 
 
 
 def _document(args, problem, info, reasons, config, plan: SplitPlan, cost, known) -> dict:
+    from ..plots.schedule import timetable
+
     loads = _loads(plan)
     return {
         "schema": SCHEMA,
@@ -148,7 +163,7 @@ def _document(args, problem, info, reasons, config, plan: SplitPlan, cost, known
         "schedule": {
             "mode": plan.mode, "granularity": plan.granularity, "chunk_blocks": plan.chunk_blocks, "num_workers": plan.num_workers,
             "num_items": len(plan.items), "splits_per_seq": plan.splits_per_seq, "balance": plan.balance,
-            "busiest_keys": max(loads), "mean_keys": sum(loads) / len(loads),
+            "busiest_keys": max(loads), "mean_keys": sum(loads) / len(loads), "timeline": timetable(plan).figures.document(),
             "items": [[i.seq, i.split, i.kv_start, i.kv_end] for i in plan.items],
         },
         "cost": {**cost, "tb_s": known.tb_s if known else None, "tb_s_source": known.source if known else None},
@@ -194,6 +209,8 @@ def _print(out: Output, problem, info, reasons, backend: Backend, config, plan: 
 
 
 def _print_schedule(out: Output, plan: SplitPlan, own_rules: str | None) -> None:
+    from ..plots.schedule import timetable
+
     if own_rules:
         out.print(f"{own_rules} plans on the device by rules of its own; this is the common planner's schedule for as many workers.")
     counts = plan.splits_per_seq
@@ -206,6 +223,8 @@ def _print_schedule(out: Output, plan: SplitPlan, own_rules: str | None) -> None
     out.print(f"{'items':<12} {min(keys)} to {max(keys)} keys")
     out.print(f"{'balance':<12} {plan.balance:.0%}: the busiest of {plan.num_workers} workers has {max(loads)} keys, "
               f"the mean is {sum(loads) / len(loads):.0f}" + (f", {idle} have none" if idle else ""))  # fmt: skip
+    for words in timetable(plan).figures.sentences():
+        out.print(f"{'':<12} {words}")
     out.print("", *draw(plan))
 
 

@@ -98,7 +98,7 @@ def render(figure: Figure, kind: str, sources: Mapping[str, str] | None = None) 
     import matplotlib
 
     words = "; ".join(f"{name} sha256:{digest}" for name, digest in sorted((sources or {}).items()))
-    about: dict[str, str | None] = {"Title": figure.get_label() or "leanmla"}
+    about: dict[str, str | None] = {"Title": str(figure.get_label() or "leanmla")}
     if words:
         # PDF has no field for a source; "Subject" is its free text.
         about["Subject" if kind == "pdf" else "Source"] = f"{_MARK} {words}"

@@ -52,18 +52,14 @@ class ScheduleFigures:
         """The same in words, for a terminal."""
         if not self.makespan:
             return ["there are no keys at all"]
-        merged = (
-            f"{self.split_sequences} of {self.num_sequences} sequences are split; their {self.partials} partial results are merged, "
-            f"at most {self.most_splits} for one"
+        combine = (
+            f"{self.split_sequences} of {self.num_sequences} sequences are split: {self.partials} partial results to combine, at most {self.most_splits} each"
             if self.split_sequences
-            else f"none of {self.num_sequences} sequences is split: nothing to merge"
+            else f"none of {self.num_sequences} sequences is split: nothing to combine"
         )
-        idle = f", {self.idle_workers} workers have nothing to do" if self.idle_workers else ""
         return [
-            f"idle {self.idle_share:.1%} of {self.num_workers} workers' time{idle}",
-            f"busiest worker {self.makespan} blocks of {self.block_keys} keys, mean {self.mean_load:.1f}: {self.imbalance:.2f} times the mean; "
-            f"all are busy for the first {self.all_busy_until}",
-            f"items {self.shortest_item} to {self.longest_item} blocks; {merged}",
+            f"{self.idle_share:.1%} of the workers' time is idle: busiest {self.makespan} blocks, mean {self.mean_load:.1f}, ratio {self.imbalance:.2f}",
+            combine,
         ]
 
 

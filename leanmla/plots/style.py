@@ -62,7 +62,7 @@ def look_of_peer(index: int) -> Look:
     return _PEERS[index % len(_PEERS)]
 
 
-_RC = {
+_RC: Any = {
     "font.family": "DejaVu Sans", "font.size": 9.0, "axes.titlesize": 9.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.labelsize": 9.0, "axes.labelcolor": INK, "axes.edgecolor": MUTED, "axes.linewidth": 0.8, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.7,

@@ -94,6 +94,7 @@ def _colours(count: int) -> list[tuple[float, float, float]]:
 
 def _draw_rows(axes: Axes, table: Timetable, row_points: float) -> None:
     from matplotlib.collections import LineCollection, PolyCollection
+    from matplotlib.ticker import MaxNLocator
 
     f, rows = table.figures, len(table.loads)
     colours = _colours(f.num_sequences)
@@ -121,7 +122,7 @@ def _draw_rows(axes: Axes, table: Timetable, row_points: float) -> None:
     axes.set_ylabel("worker, busiest first")
     axes.grid(False)
     axes.tick_params(axis="x", labelbottom=False)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _box(start: float, end: float, row: int, pad: float) -> list[tuple[float, float]]:
