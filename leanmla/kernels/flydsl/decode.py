@@ -24,7 +24,8 @@ Both products put rows (of q) on lane & 15, so maxima, sums and rescaling factor
 
 Masking selects; it never adds -inf. Rows past the last key read a row of zeros instead of the cache, so whatever the cache
 holds there has no way in; a score that a row may not see is replaced by a finite sentinel before the maximum and its
-probability is set to zero after the exponential. A row that saw nothing has sum 0: out 0, lse -inf.
+probability is set to zero after the exponential. A row that saw nothing has sum 0: out 0, lse -inf. Where rows of a block differ in
+what they see, values that are not finite are dropped between steps 4 and 6 (staging.drop_non_finite).
 """
 
 from __future__ import annotations
@@ -143,10 +144,9 @@ def _pick(values, index):
     return picked
 
 
-def _attend(spec: DecodeSpec, lds, at, query, first_key, maxima, total, accumulators):
-    """Steps 3 to 6 of one tile. Returns the new (maxima, total, accumulators)."""
+def _score_tile(spec: DecodeSpec, lds, at, query, first_key, maxima):
+    """Steps 3 and 4: (which keys this row sees, scores, new maxima, factors that bring older sums to them)."""
     layout = spec.lds
-    # 3: scores, with what this row may not see replaced
     seen, values = [], []
     for subtile, raw in enumerate(_scores(spec, lds, at.key_row, query)):
         for element in range(4):
@@ -156,7 +156,6 @@ def _attend(spec: DecodeSpec, lds, at, query, first_key, maxima, total, accumula
             seen.append(visible)
             values.append(ops.select(visible, value, fx.Float32(SENTINEL)))
 
-    # 4: maximum over the tile
     peak = values[0]
     for value in values[1:]:
         peak = ops.maximum(peak, value)
@@ -172,8 +171,12 @@ def _attend(spec: DecodeSpec, lds, at, query, first_key, maxima, total, accumula
             new = ops.maximum(new, peaks[tile * spec.key_groups + group])
         factors.append(ops.exp2(maxima[tile] - new))
         new_maxima.append(new)
+    return seen, values, new_maxima, factors
 
-    # 5: probabilities
+
+def _value_tile(spec: DecodeSpec, lds, at, seen, values, new_maxima, factors, total, accumulators):
+    """Steps 5 and 6: the new (total, accumulators)."""
+    layout = spec.lds
     own = _pick(new_maxima, at.row_tile)
     total = total * _pick(factors, at.row_tile)
     for subtile in range(spec.row_tiles):
@@ -191,7 +194,6 @@ def _attend(spec: DecodeSpec, lds, at, query, first_key, maxima, total, accumula
             lds.store(at.probability_slot, ops.pack_bf16(quad), offset=layout.probabilities + place, align=8)
     ops.barrier()
 
-    # 6: values
     new_accumulators = []
     for tile in range(spec.row_tiles):
         for block in range(DIM_BLOCKS):
@@ -209,7 +211,7 @@ def _attend(spec: DecodeSpec, lds, at, query, first_key, maxima, total, accumula
             for tile in range(spec.row_tiles):
                 i = tile * DIM_BLOCKS + block
                 new_accumulators[i] = ops.mfma_bf16(transposed, probabilities[tile], new_accumulators[i])
-    return new_maxima, total, new_accumulators
+    return total, new_accumulators
 
 
 # -- writing results ----------------------------------------------------------------------------------------------------
@@ -260,6 +262,8 @@ def make_decode(spec: DecodeSpec):
         # Keys beyond what the block's last row sees are never touched.
         last_row = ops.minimum(ops.udiv(first_row + (spec.rows - 1), spec.num_heads), rows_q - 1)
         end = ops.minimum(end, _visible_keys(spec, kv_len, rows_q, last_row))
+        # From here on some row of the block sees less than another.
+        first_hidden = _visible_keys(spec, kv_len, rows_q, ops.udiv(first_row, spec.num_heads))
         in_use = (first_row < num_rows) & (end > first) & (exists != 0)
         tiles = ops.select(in_use, (end - first + (TILE - 1)) >> 6, fx.Int32(0))
 
@@ -312,7 +316,11 @@ def make_decode(spec: DecodeSpec):
             if first_key + TILE < end:
                 held = staging.load(rows, pages, first_key + TILE)
                 pages = staging.find_pages(rows, first_key + 2 * TILE)
-            maxima, total, accumulators = _attend(spec, lds, at, query, first_key, maxima, total, accumulators)
+            seen, values, maxima, factors = _score_tile(spec, lds, at, query, first_key, maxima)
+            if fx.const_expr(spec.hides_keys):
+                if first_key + TILE > first_hidden:
+                    staging.drop_non_finite(spec.format, lds, thread)
+            total, accumulators = _value_tile(spec, lds, at, seen, values, maxima, factors, total, accumulators)
             ops.barrier()
 
         # -- sum over lane groups and key groups

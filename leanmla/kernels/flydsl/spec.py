@@ -125,6 +125,11 @@ class DecodeSpec:
         return f"mla_decode_{self.format}_h{self.num_heads}_r{16 * self.row_tiles}_{pages}_{self.split_mode}{flags}"
 
     @property
+    def hides_keys(self) -> bool:
+        """Whether rows of one block may differ in the keys they see, because the block spans several query rows."""
+        return self.causal and self.num_heads % self.rows != 0
+
+    @property
     def planned(self) -> bool:
         """Whether the plan kernel runs first."""
         return self.split_mode in ("balanced", "size")

@@ -24,7 +24,7 @@ from . import ops
 from .pages import KeyRows, data_address, page_of, scale_address
 from .spec import ROW_BYTES, DecodeSpec
 
-__all__ = ["find_pages", "key_scale", "load", "no_pages", "nothing_held", "write"]
+__all__ = ["drop_non_finite", "find_pages", "key_scale", "load", "no_pages", "nothing_held", "write"]
 
 V = fx.Vector
 PIECES = 9
@@ -110,6 +110,31 @@ def write(format: str, lds, thread, held) -> None:
                 lds.store(row, _join(pairs[4 * half : 4 * half + 4]), offset=offset + 16 * half)
 
 
+def drop_non_finite(format: str, lds, thread) -> None:
+    """Replace NaN and infinities in this thread's share of the tile in LDS by 0.
+
+    For tiles where one row of a block may see a key and another may not: the other's probability is 0, but 0 * NaN is NaN. The row
+    that does see the key is NaN all the same, through its score, which was computed before.
+    """
+    shape = _SHAPES[format]
+    threads_log2 = shape.threads.bit_length() - 1
+    row = (thread >> threads_log2) * ROW_BYTES + (thread & (shape.threads - 1)) * shape.piece_lds
+    keys_a_pass = 256 // shape.threads
+    for key in range(shape.keys):
+        for j in range(PIECES):
+            for part in range(0, shape.piece_lds, 16):
+                offset = key * keys_a_pass * ROW_BYTES + j * shape.threads * shape.piece_lds + part
+                words = lds.load(row, fx.Int32, 4, offset=offset)
+                lds.store(row, V.from_elements([_finite_pair(words[i]) for i in range(4)], fx.Int32), offset=offset)
+
+
+def _finite_pair(word):
+    """Two bf16 in an int32; an exponent of all ones makes a half 0."""
+    low = ops.select((word & 0x7F80) == 0x7F80, fx.Int32(0), word & 0xFFFF)
+    high = ops.select((word & 0x7F800000) == 0x7F800000, fx.Int32(0), word & fx.Int32(-65536))
+    return low | high
+
+
 def key_scale(format: str, kv_scale):
     """The fp32 factor that keys and values still lack after :func:`write`."""
     return ops.global_load(kv_scale, fx.Float32, constant=True) if format == "fp8" else fx.Float32(1.0)
@@ -117,7 +142,7 @@ def key_scale(format: str, kv_scale):
 
 def _join(pairs):
     """Four bf16 pairs as int32 x 4."""
-    return V.from_elements([pair.bitcast(fx.Int32)[0] if isinstance(pair, V) and pair.dtype is fx.BFloat16 else pair for pair in pairs], fx.Int32)
+    return V.from_elements([pair.bitcast(fx.Int32)[0] if isinstance(pair, V) else pair for pair in pairs], fx.Int32)
 
 
 def _fp8_pairs(words):

@@ -15,8 +15,8 @@ def instructions(isa: str) -> list[str]:
     return [m[1] for line in isa.splitlines() if (m := _INSTRUCTION.match(line)) and not line.lstrip().startswith(".")]
 
 
-def loop_instructions(isa: str) -> list[str]:
-    """Mnemonics of the longest loop: from a label to the last branch back to it or to a label inside."""
+def loop_text(isa: str) -> str:
+    """The longest loop: from a label to the last branch back to it or to a label inside."""
     lines = isa.splitlines()
     labels = {m[1]: i for i, line in enumerate(lines) if (m := _LABEL.match(line))}
     spans = []
@@ -31,9 +31,9 @@ def loop_instructions(isa: str) -> list[str]:
         else:
             merged.append([low, high])
     if not merged:
-        return []
+        return ""
     low, high = max(merged, key=lambda s: s[1] - s[0])
-    return instructions("\n".join(lines[low : high + 1]))
+    return "\n".join(lines[low : high + 1])
 
 
 def by_kind(names: list[str]) -> Counter[str]:

@@ -1,0 +1,129 @@
+"""Golden checks of the lane layouts: each register layout is spelled out here and a whole product is done with it by hand.
+
+No FlyDSL, no GPU: matrices are spread over 64 lanes exactly as the kernels' index arithmetic spreads them, the instruction is
+carried out as its definition says, and the result is gathered again. A wrong permutation gives a wrong product.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from leanmla.kernels.flydsl import lanes
+from leanmla.kernels.flydsl.spec import DecodeSpec
+
+LANES = range(64)
+
+
+def mfma_16x16x32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """v_mfma_f32_16x16x32_bf16 on registers: a, b [64, 8], c and result [64, 4].
+
+    From the ISA's table: lane l holds row l % 16 of A and column l % 16 of B, contraction indices 8 (l / 16) .. + 7; of the result
+    it holds column l % 16, rows 4 (l / 16) .. + 3.
+    """
+    left, right = np.zeros((16, 32)), np.zeros((32, 16))
+    for lane in LANES:
+        for i in range(8):
+            left[lane % 16, 8 * (lane // 16) + i] = a[lane, i]
+            right[8 * (lane // 16) + i, lane % 16] = b[lane, i]
+    product = left @ right
+    return np.array([[c[lane, i] + product[4 * (lane // 16) + i, lane % 16] for i in range(4)] for lane in LANES])
+
+
+def transposed_read(memory: np.ndarray, addresses: list[tuple[int, int]]) -> np.ndarray:
+    """ds_read_b64_tr_b16: lane l supplies (row, column) of 4 elements; within 16 lanes, lane i gets element i % 4 of lanes i // 4 + 4 j."""
+    got = np.zeros((64, 4))
+    for lane in LANES:
+        base, i = lane - lane % 16, lane % 16
+        for j in range(4):
+            row, column = addresses[base + 4 * j + i // 4]
+            got[lane, j] = memory[row, column + i % 4]
+    return got
+
+
+def test_golden_corners():
+    assert [lanes.mfma_row(l) for l in (0, 15, 16, 63)] == [0, 15, 0, 15]
+    assert [lanes.mfma_group(l) for l in (0, 15, 16, 63)] == [0, 0, 1, 3]
+    assert [lanes.operand_k(l, e) for l, e in ((0, 0), (0, 7), (16, 0), (63, 7))] == [0, 7, 8, 31]
+    assert [lanes.result_row(l, e) for l, e in ((0, 0), (15, 3), (16, 0), (63, 3))] == [0, 3, 4, 15]
+    assert [lanes.probability_slot_key(0, e) for e in range(8)] == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert [lanes.probability_slot_key(48, e) for e in range(8)] == [12, 13, 14, 15, 28, 29, 30, 31]
+    assert [lanes.transposed_read_source(l) for l in (0, 1, 4, 15, 16)] == [(0, 0), (0, 4), (1, 0), (3, 12), (0, 0)]
+
+
+def test_every_element_has_one_place():
+    assert {(lanes.mfma_row(l), lanes.operand_k(l, e)) for l in LANES for e in range(8)} == {(r, k) for r in range(16) for k in range(32)}
+    assert {(lanes.mfma_row(l), lanes.result_row(l, e)) for l in LANES for e in range(4)} == {(c, r) for c in range(16) for r in range(16)}
+    for row in range(16):
+        keys = [lanes.probability_slot_key(l, e) for l in LANES if lanes.mfma_row(l) == row for e in range(8)]
+        assert sorted(keys) == list(range(32))
+
+
+def test_scores_come_out_transposed():
+    """Keys as operand A, queries as operand B: a lane gets 4 keys of one query row."""
+    rng = np.random.default_rng(0)
+    keys, query = rng.normal(size=(16, 32)), rng.normal(size=(16, 32))
+    a = np.array([[keys[lanes.mfma_row(l), lanes.operand_k(l, e)] for e in range(8)] for l in LANES])
+    b = np.array([[query[lanes.mfma_row(l), lanes.operand_k(l, e)] for e in range(8)] for l in LANES])
+    got = mfma_16x16x32(a, b, np.zeros((64, 4)))
+    want = query @ keys.T
+    for l in LANES:
+        for e in range(4):
+            assert got[l, e] == pytest.approx(want[lanes.mfma_row(l), lanes.result_row(l, e)])
+
+
+def test_probabilities_and_transposed_values():
+    """A chunk of 32 keys: probabilities as two score MFMAs leave them, values read down columns in the same key order."""
+    rng = np.random.default_rng(1)
+    probabilities, values = rng.normal(size=(16, 32)), rng.normal(size=(32, 16))
+    p = np.array([[probabilities[lanes.mfma_row(l), lanes.probability_slot_key(l, e)] for e in range(8)] for l in LANES])
+    # A slot's first four come from the score tile of keys 0..15, the others from that of keys 16..31.
+    for l in LANES:
+        for e in range(8):
+            assert lanes.probability_slot_key(l, e) == lanes.result_row(l, e % 4) + 16 * (e // 4)
+    source = [lanes.transposed_read_source(l) for l in LANES]
+    low = transposed_read(values, [(4 * lanes.mfma_group(l) + row, column) for l, (row, column) in zip(LANES, source)])
+    high = transposed_read(values, [(16 + 4 * lanes.mfma_group(l) + row, column) for l, (row, column) in zip(LANES, source)])
+    got = mfma_16x16x32(np.concatenate([low, high], 1), p, np.zeros((64, 4)))
+    want = (probabilities @ values).T  # [dim, row]
+    for l in LANES:
+        for e in range(4):
+            assert got[l, e] == pytest.approx(want[lanes.result_row(l, e), lanes.mfma_row(l)])
+
+
+@pytest.mark.parametrize("row_tiles", [1, 2, 4])
+def test_probability_exchange(row_tiles):
+    """Where the score waves store and where the value waves load: every (row, key) of a tile arrives at its slot.
+
+    The store offsets repeat the kernel's; see decode.py, ``probability_slot`` and ``place``.
+    """
+    spec = DecodeSpec("bf16", 16, row_tiles, "block_table", 64, False, False, False, "one")
+    memory: dict[int, tuple[int, int]] = {}
+    for wave in range(4):
+        row_tile, key_group = wave % row_tiles, wave // row_tiles
+        assert row_tile == wave & (spec.row_tiles - 1)
+        first_subtile = key_group * row_tiles
+        for l in LANES:
+            slot = row_tile * 2048 + (first_subtile >> 1) * 1024 + (first_subtile & 1) * 8 + lanes.mfma_row(l) * 64 + lanes.mfma_group(l) * 16
+            for subtile in range(row_tiles):
+                place = slot + (subtile >> 1) * 1024 + (subtile & 1) * 8
+                for e in range(4):
+                    key = 16 * (first_subtile + subtile) + lanes.result_row(l, e)
+                    assert memory.setdefault(place + 2 * e, (16 * row_tile + lanes.mfma_row(l), key)) == (16 * row_tile + lanes.mfma_row(l), key)
+    assert len(memory) == 16 * row_tiles * 64
+    for row_tile in range(row_tiles):
+        for chunk in range(2):
+            for l in LANES:
+                for e in range(8):
+                    at = lanes.mfma_row(l) * 64 + lanes.mfma_group(l) * 16 + (2 * row_tile + chunk) * 1024 + 2 * e
+                    assert memory[at] == (16 * row_tile + lanes.mfma_row(l), 32 * chunk + lanes.probability_slot_key(l, e))
+
+
+def test_lds_rows_hit_different_banks():
+    """The 16 rows of a ds_read_b128 start in 16 different groups of 4 banks, the 4 rows of a transposed read in 4 disjoint groups of 8."""
+    from leanmla.kernels.flydsl.spec import ROW_BYTES
+
+    words = ROW_BYTES // 4
+    assert sorted(row * words % 64 // 4 for row in range(16)) == list(range(16))
+    banks = {(row * words + word) % 64 for row in range(4) for word in range(8)}
+    assert len(banks) == 32
