@@ -62,7 +62,7 @@ def joined_view(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
 def pages_as_bf16(parts: tuple[torch.Tensor, ...], page_ids: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     """Copy the pages a batch refers to into one bf16 (or fp8) buffer of whole vectors.
 
-    For caches that cannot be read where they are: latent and rope part in separate buffers, or values in fp16.
+    For caches that cannot be read where they are: latent and rope part in separate buffers (or fp16 values, rounded).
 
     Args:
         parts: tensors [num_pages, page_size, width] whose widths add up to 576.

@@ -8,11 +8,13 @@ import torch
 
 from .. import device
 from ..cache import LatentCache
+from ..checks import check_call
 from ..decode import mla_decode
 from ..errors import InvalidArgument, InvalidDtype
 from ..page_table import PageTable
 from ..problem import DIMS
-from ._arguments import pages_as_bf16, refuse, renamed
+from ._arguments import refuse, renamed
+from ._fp16 import decode_fp16
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -106,8 +108,7 @@ def flash_mla_with_kvcache(
 
     Differs from the original: any number of heads and page size; q and cache need not have the same 16-bit dtype; dense calls
     may use the 656-byte cache and sparse calls the 16-bit one; zero lengths need no special care. A float16 cache is not a
-    format of ours: the blocks that block_table has room for are copied to bf16 in every call (slow, and values lose three
-    bits); with ``indices`` the whole cache is.
+    format of our kernels: it is served by plain fp32 PyTorch, which is exact and slow.
     """
     for name, value in (
         ("extra_k_cache", extra_k_cache),
@@ -127,15 +128,14 @@ def flash_mla_with_kvcache(
     with renamed(**_THEIR_NAMES):
         _check_cache(k_cache, is_fp8_kvcache)
         if indices is None:
-            for name, value in (("topk_length", topk_length),):
-                if value is not None:
-                    raise refuse(name, value, "It belongs to sparse attention; pass indices too.")
-            cache, table = _dense(k_cache, block_table, cache_seqlens, batch, is_fp8_kvcache)
+            if topk_length is not None:
+                raise refuse("topk_length", topk_length, "It belongs to sparse attention; pass indices too.")
+            pages, table = _dense(k_cache, block_table, cache_seqlens, batch)
         else:
             if causal:
                 raise refuse("causal", causal, "With indices the mask is in the indices; pass False.")
-            cache, table = _sparse(k_cache, indices, topk_length, batch, s_q, is_fp8_kvcache)
-        out, lse = mla_decode(q.flatten(0, 1), cache, table, sm_scale=softmax_scale, causal=causal, return_lse=True)
+            pages, table = _sparse(k_cache, indices, topk_length, batch, s_q)
+        out, lse = _attend(q.flatten(0, 1), pages, table, softmax_scale, causal, is_fp8_kvcache)
     out = out.view(batch, s_q, heads, DIMS.v_head_dim)
     lse = lse.view(batch, s_q, heads)
     if attn_sink is not None:
@@ -159,40 +159,44 @@ def _check_cache(k_cache: torch.Tensor, is_fp8: bool) -> None:
         raise InvalidDtype(f"k_cache: expected bfloat16 or float16, got {k_cache.dtype}.")
 
 
-def _latent(pages: torch.Tensor, is_fp8: bool) -> LatentCache:
-    """[blocks, page, 656 | 576] as a cache."""
+def _attend(
+    q: torch.Tensor, pages: torch.Tensor, table: PageTable, softmax_scale: float, causal: bool, is_fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode over [blocks, page, 656 | 576]."""
+    if pages.dtype == torch.float16:
+        bf16 = pages.new_empty(1, pages.shape[1], pages.shape[2], dtype=torch.bfloat16)  # only for its shape: checks the rest
+        check_call(
+            q, LatentCache.from_tensors(bf16, format="bf16", page_size=pages.shape[1]), table, sm_scale=softmax_scale,
+            qo_indptr=None, causal=causal, logit_cap=0.0, out=None, lse=None, return_lse=True, num_kv_splits=None,
+            split_size=None, max_q_len=None, check_contents=False,
+        )  # fmt: skip
+        if not pages.is_cuda:
+            table.check_contents(pages.shape[0])
+        assert table.page_ids is not None and table.cache_seqlens is not None
+        return decode_fp16(q, (pages,), table.page_ids, table.cache_seqlens, sm_scale=softmax_scale, causal=causal)
     if is_fp8:
         rows = pages.view(torch.uint8) if pages.dtype == torch.int8 else pages
-        return LatentCache.from_tensors(rows, format="fp8_tile128", page_size=pages.shape[1])
-    return LatentCache.from_tensors(pages, format="bf16", page_size=pages.shape[1])
+        cache = LatentCache.from_tensors(rows, format="fp8_tile128", page_size=pages.shape[1])
+    else:
+        cache = LatentCache.from_tensors(pages, format="bf16", page_size=pages.shape[1])
+    return mla_decode(q, cache, table, sm_scale=softmax_scale, causal=causal, return_lse=True)  # type: ignore[return-value]
 
 
 def _dense(
-    k_cache: torch.Tensor, block_table: torch.Tensor | None, cache_seqlens: torch.Tensor | None, batch: int, is_fp8: bool
-) -> tuple[LatentCache, PageTable]:
+    k_cache: torch.Tensor, block_table: torch.Tensor | None, cache_seqlens: torch.Tensor | None, batch: int
+) -> tuple[torch.Tensor, PageTable]:
     for name, t in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if t is None:
             raise InvalidArgument(f"{name}: expected an int32 tensor, got None. Only sparse attention does without it.")
     assert block_table is not None and cache_seqlens is not None
     if block_table.ndim == 2 and block_table.shape[0] != batch:
         raise InvalidArgument(f"block_table: expected [{batch}, max_blocks] for q's batch, got {list(block_table.shape)}.")
-    page = k_cache.shape[1]
-    pages = k_cache.squeeze(2)
-    table = PageTable.from_block_table(block_table, cache_seqlens, page_size=page)
-    if pages.dtype == torch.float16:
-        if not k_cache.is_cuda:
-            table.check_contents(pages.shape[0])
-        column = torch.arange(block_table.shape[1], device=block_table.device)
-        used = column < (cache_seqlens[:, None] + page - 1) // page
-        pages = pages_as_bf16((pages,), block_table.flatten(), used.flatten())
-        ids = torch.arange(block_table.numel(), dtype=torch.int32, device=block_table.device).view(block_table.shape)
-        table = PageTable.from_block_table(ids, cache_seqlens, page_size=page)
-    return _latent(pages, is_fp8), table
+    return k_cache.squeeze(2), PageTable.from_block_table(block_table, cache_seqlens, page_size=k_cache.shape[1])
 
 
 def _sparse(
-    k_cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None, batch: int, s_q: int, is_fp8: bool
-) -> tuple[LatentCache, PageTable]:
+    k_cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None, batch: int, s_q: int
+) -> tuple[torch.Tensor, PageTable]:
     """Every query row as a sequence of its own over pages of one token."""
     if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (batch, s_q):
         got = f"{indices.dtype} {list(indices.shape)}" if isinstance(indices, torch.Tensor) else type(indices).__name__
@@ -208,24 +212,19 @@ def _sparse(
     slots = torch.where(keep, slots, -1).gather(1, order)
 
     pages = k_cache.squeeze(2)
-    if pages.dtype == torch.float16:
-        pages = pages.to(torch.bfloat16)
-    page = pages.shape[1]
-    if pages.shape[0] > 1 and pages.stride(0) != page * pages.stride(1):
-        # Gaps between pages: token slots of the underlying memory, as long as a page is a whole number of tokens long.
-        tokens, rest = divmod(pages.stride(0), pages.stride(1))
-        if rest or page == 0:
-            raise InvalidArgument(
-                f"k_cache: with indices the block stride must be a multiple of the token stride, got {pages.stride(0)} and "
-                f"{pages.stride(1)}. Make the cache contiguous."
-            )
+    page, stride = pages.shape[1], pages.stride(1)
+    # Token slots of the underlying memory; with gaps between blocks a block must be a whole number of tokens long.
+    tokens, rest = divmod(pages.stride(0), stride) if pages.shape[0] > 1 else (page, 0)
+    if rest or tokens < page:
+        raise InvalidArgument(
+            f"k_cache: with indices the block stride must be a multiple of the token stride, got {pages.stride(0)} and {stride}. "
+            "Make the cache contiguous."
+        )
+    if tokens != page:
         slots = torch.where(slots >= 0, slots // page * tokens + slots % page, -1)
-        count = (pages.shape[0] - 1) * tokens + page
-        pages = pages.as_strided((count, 1, pages.shape[2]), (pages.stride(1), pages.stride(1), 1))
-        cache = _latent(pages, is_fp8)
-    else:
-        cache = _latent(pages, is_fp8).as_tokens()
-    return cache, PageTable.from_block_table(slots.int().contiguous(), keep.sum(1, dtype=torch.int32), page_size=1)
+    count = (pages.shape[0] - 1) * tokens + page
+    pages = pages.as_strided((count, 1, pages.shape[2]), (stride, stride, pages.stride(2)))
+    return pages, PageTable.from_block_table(slots.int().contiguous(), keep.sum(1, dtype=torch.int32), page_size=1)
 
 
 def _sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:

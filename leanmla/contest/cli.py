@@ -93,7 +93,7 @@ def _show(args: argparse.Namespace, device: str, outcomes: list[Outcome], passed
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True)
+    console = Console() if sys.stdout.isatty() else Console(width=120)
     timed = any(o.stats for o in outcomes)
     table = Table(title=f"{args.mode}: {args.submission.name} on {device}", title_justify="left")
     table.add_column("case")
@@ -113,11 +113,11 @@ def _show(args: argparse.Namespace, device: str, outcomes: list[Outcome], passed
         if o.report:
             print(o.report)
     for text in dict.fromkeys(o.note for o in outcomes if o.note):
-        console.print(f"note: {text}", markup=False)
+        console.print(f"note: {text}", markup=False, soft_wrap=True)
     for o in outcomes:
         if not o.ok:
-            console.print(f"{o.case.short}: {o.message}", markup=False)
-    console.print(line + ".", markup=False)
+            console.print(f"{o.case.short}: {o.message}", markup=False, soft_wrap=True)
+    console.print(line + ".", markup=False, soft_wrap=True)
 
 
 def _time(ns: float) -> str:

@@ -61,7 +61,7 @@ class _Generator(torch.Generator):
     """torch.Generator that takes "cuda" for the CPU."""
 
     def __new__(cls, device: Any = "cpu"):
-        return super().__new__(cls, device=_CPU if _is_cuda(device) else device)
+        return super().__new__(cls, device=_CPU if _is_cuda(device) else device)  # type: ignore[call-arg]
 
 
 class _Stream:

@@ -73,9 +73,12 @@ def generate_input(
     dev = torch.device(device or DEVICE or ("cuda" if torch.cuda.is_available() else "cpu"))
     generator = torch.Generator(device=dev)
     generator.manual_seed(seed)
-    options = {"dtype": torch.bfloat16, "device": dev, "generator": generator}
-    q = torch.randn((batchsize * qseqlen, num_heads, QK_HEAD_DIM), **options)
-    kv = torch.randn((batchsize * kvseqlen, NUM_KV_HEADS, QK_HEAD_DIM), **options)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=dev, generator=generator)
+
+    q = normal(batchsize * qseqlen, num_heads, QK_HEAD_DIM)
+    kv = normal(batchsize * kvseqlen, NUM_KV_HEADS, QK_HEAD_DIM)
     kv_data = {"bf16": kv, "fp8": quantize_fp8(kv), "mxfp4": quantize_mxfp4(kv)}
     steps = torch.arange(batchsize + 1, dtype=torch.int32, device=dev)
     config = {

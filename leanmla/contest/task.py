@@ -27,9 +27,11 @@ output_t = TypeVar("output_t", bound=torch.Tensor)
 class TestSpec(TypedDict, total=False):
     """A case: the arguments of ``generate_input``."""
 
-    __test__ = False  # not a test class, whatever its name suggests to pytest
     batchsize: int
     qseqlen: int
     kvseqlen: int
     seed: int
     num_heads: int
+
+
+TestSpec.__test__ = False  # type: ignore[attr-defined]  # not a test class, whatever its name suggests to pytest

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class Worker:
             expected = self._reference.ref_kernel(fresh)
             data = fresh
             self._event("call")
-            output, ns = self._guard(lambda inputs=fresh: time_call(lambda: self._kernel(inputs), self._device))
+            output, ns = self._guard(partial(time_call, partial(self._kernel, data), self._device))
             self._require(output, expected, f"Wrong on fresh inputs, call {len(durations) + 1}")
             durations.append(ns)
             if settled(durations) or (len(durations) >= 3 and self._over(begin, durations, request)):
@@ -150,7 +151,7 @@ class Worker:
         output = self._guard(lambda: self._kernel(data))
         self._sync()
         self._require(output, expected, "Wrong")
-        answer = {"ok": True, **self._quality(output, expected, torch)}
+        answer: dict[str, Any] = {"ok": True, **self._quality(output, expected, torch)}
         first = output.clone()
 
         # New keys in the same tensors: an output kept from before, or anything made from the old keys, shows.

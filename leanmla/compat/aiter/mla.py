@@ -113,8 +113,8 @@ def mla_decode_fwd(
         step = _Step(query, cache, table, qo_indptr, sm_scale, causal, logit_cap, max_seqlen_q)
         if persistent and (return_logits or q.device.type == "cpu"):
             _check_against_call(step, o)
-            logits, lse = _run_metadata(step, o, return_lse, work_indptr, work_info_set, reduce_indptr, reduce_final_map,
-                                        reduce_partial_map)  # fmt: skip
+            logits, lse = _run_metadata(step, o, return_lse, return_logits, work_indptr, work_info_set, reduce_indptr,
+                                        reduce_final_map, reduce_partial_map)  # fmt: skip
             return (logits if return_logits else None), lse
         if return_logits:
             _check_against_call(step, o)
@@ -231,7 +231,7 @@ def _check_against_call(step: _Step, o: torch.Tensor) -> None:
 
 
 def _run_metadata(
-    step: _Step, o, return_lse, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map
+    step: _Step, o, return_lse, clear, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the work list as it is written."""
     if work_info_set.ndim != 2 or work_info_set.shape[1] != 8:
@@ -246,7 +246,8 @@ def _run_metadata(
     seq, partial, q_start, q_end, kv_start, kv_end = info[:, :6].unbind(1)
     heads, total_q = step.q.shape[1], step.q.shape[0]
     size = reduce_partial_map.numel() * step.max_seqlen_q
-    logits = torch.zeros(size, 1, heads, DIMS.v_head_dim, device=step.q.device)
+    # Rows that no item fills are never merged; only a caller who wants to see them pays for clearing them.
+    logits = (torch.zeros if clear else torch.empty)(size, 1, heads, DIMS.v_head_dim, device=step.q.device)
     partial_lse = torch.full((size, 1, heads, 1), -torch.inf, device=step.q.device)
     lse = torch.full((total_q, heads), -torch.inf, device=step.q.device) if return_lse else None
     if count:

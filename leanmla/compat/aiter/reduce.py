@@ -9,6 +9,8 @@ from ...errors import InvalidArgument, InvalidDtype
 
 __all__ = ["mla_reduce_v1"]
 
+_VALUES_AT_A_TIME = 1 << 24  # gathered at a time: 64 MiB of fp32
+
 
 def mla_reduce_v1(
     partial_output: torch.Tensor,
@@ -90,9 +92,10 @@ def mla_reduce_v1(
     merged = torch.logsumexp(logs, dim=0)
     weight = torch.exp(logs - torch.where(merged == -torch.inf, 0.0, merged))
     out = torch.zeros(*target.shape, *partial_output.shape[1:], device=dev)
-    for k in range(most):
-        part = weight[k][..., None] * partial_output[source[k]].float()
-        out += torch.where((logs[k] == -torch.inf)[..., None], 0.0, part)
+    step = max(1, _VALUES_AT_A_TIME // max(out.numel(), 1))
+    for lo in range(0, most, step):
+        part = weight[lo : lo + step, ..., None] * partial_output[source[lo : lo + step]].float()
+        out += part.masked_fill_((logs[lo : lo + step] == -torch.inf)[..., None], 0.0).sum(0)
 
     _scatter_rows(final_output, target, real, out)
     if final_lse is not None:

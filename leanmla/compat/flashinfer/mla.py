@@ -14,6 +14,7 @@ from ...errors import CapacityExceeded, InvalidArgument, InvalidDtype, PlanMisma
 from ...page_table import PageTable
 from ...problem import DIMS
 from .._arguments import joined_view, pages_as_bf16, refuse, renamed
+from .._fp16 import decode_fp16
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
 
@@ -28,6 +29,7 @@ class _Plan:
     batch: int
     total_q: int
     max_q_len: int
+    max_pages: int  #: most pages of a sequence
     num_heads: int
     page_size: int
     causal: bool
@@ -157,7 +159,11 @@ class BatchMLAPagedAttentionWrapper:
         if int(kv_host[-1]) > kv_indices.numel():
             raise InvalidArgument(f"kv_indices: expected at least kv_indptr[-1] = {int(kv_host[-1])} page ids, got {kv_indices.numel()}.")
         max_q_len = int(torch.diff(qo_host).max()) if batch else 0
-        plan = _Plan(batch, int(qo_host[-1]), max_q_len, num_heads, page_size, bool(causal), float(sm_scale), q_data_type, kv_data_type)
+        max_pages = int((-(-len_host // page_size)).max()) if batch else 0
+        plan = _Plan(
+            batch, int(qo_host[-1]), max_q_len, max_pages, num_heads, page_size, bool(causal), float(sm_scale), q_data_type,
+            kv_data_type,
+        )  # fmt: skip
 
         # The table in our form: exactly the pages that hold keys.
         used = -(-len_host // page_size)
@@ -193,7 +199,7 @@ class BatchMLAPagedAttentionWrapper:
                 "Make another wrapper."
             )
         for name, t in given.items():
-            buffers[name][: t.numel()].copy_(t, non_blocking=True)
+            buffers[name][: t.numel()].copy_(t, non_blocking=True)  # type: ignore[index]
         self._qo.copy_(qo_indptr, non_blocking=True)
         self._indptr.copy_(indptr)
         self._last.copy_(last)
@@ -220,8 +226,7 @@ class BatchMLAPagedAttentionWrapper:
             q_nope: [total_q, H, 512]; q_pe: [total_q, H, 64]. Slices of one [total_q, H, 576] tensor are used as they are,
                 otherwise joined by a copy.
             ckv_cache: [pages, page_size, 512]; kpe_cache: [pages, page_size, 64] (or [pages, 1, ...] for page_size 1). Slices
-                of one 576-wide buffer are read in place; separate buffers, or an fp16 cache, cost a copy of the batch's pages
-                in every run.
+                of one 576-wide buffer are read in place; separate buffers cost a copy of the batch's pages in every run.
             out: [total_q, H, 512] to write to. lse: fp32 [total_q, H] to write to, with return_lse.
             return_lse: also return lse.
             profiler_buffer, kv_len, page_table: refused; they belong to backends that are not offered.
@@ -230,7 +235,9 @@ class BatchMLAPagedAttentionWrapper:
         Returns:
             out, or (out, lse): lse is the **base-2** logarithm unless return_lse_base_on_e, -inf for rows without keys.
 
-        Differs from the original: rows without keys are defined (out 0, lse -inf); values of an fp16 cache lose three bits.
+        Differs from the original: rows without keys are defined (out 0, lse -inf). An fp16 cache is not a format of our
+        kernels: it is served by plain fp32 PyTorch, exact and slow; with use_cuda_graph, where the sizes of later plans are
+        not known, its pages are copied to bf16 instead and lose three bits.
         """
         for name, value in (("profiler_buffer", profiler_buffer), ("kv_len", kv_len), ("page_table", page_table)):
             if value is not None:
@@ -244,6 +251,9 @@ class BatchMLAPagedAttentionWrapper:
             q = torch.cat((q_nope, q_pe), dim=-1)
         if ckv_cache.ndim == 4:
             ckv_cache, kpe_cache = ckv_cache.squeeze(2), kpe_cache.squeeze(2)
+        if ckv_cache.dtype == torch.float16 and not self._use_cuda_graph:
+            values, natural = self._run_fp16(plan, q, ckv_cache, kpe_cache, out)
+            return self._returned(values, natural, lse, return_lse, return_lse_base_on_e)
         with renamed(**_THEIR_NAMES):
             cache, indices = self._cache(plan, ckv_cache, kpe_cache)
             table = PageTable.from_csr(self._indptr, indices, self._last, page_size=plan.page_size)
@@ -254,7 +264,15 @@ class BatchMLAPagedAttentionWrapper:
         if not return_lse:
             return result  # type: ignore[return-value]
         values, natural = result
-        scaled = natural if return_lse_base_on_e else natural * math.log2(math.e)
+        return self._returned(values, natural, lse, return_lse, return_lse_base_on_e)
+
+    forward = run
+
+    @staticmethod
+    def _returned(values, natural, lse, return_lse, natural_log):
+        if not return_lse:
+            return values
+        scaled = natural if natural_log else natural * math.log2(math.e)
         if lse is None:
             return values, scaled
         if lse.shape != natural.shape or lse.dtype != torch.float32:
@@ -262,7 +280,23 @@ class BatchMLAPagedAttentionWrapper:
         lse.copy_(scaled)
         return values, lse
 
-    forward = run
+    def _run_fp16(self, plan: _Plan, q, ckv, kpe, out) -> tuple[torch.Tensor, torch.Tensor]:
+        if out is not None and (out.shape != (plan.total_q, plan.num_heads, DIMS.v_head_dim) or out.dtype != q.dtype):
+            raise InvalidArgument(
+                f"out: expected {q.dtype} [{plan.total_q}, {plan.num_heads}, {DIMS.v_head_dim}], got {out.dtype} {list(out.shape)}."
+            )
+        table = PageTable.from_csr(self._indptr, self._indices, self._last, page_size=plan.page_size)
+        if not ckv.is_cuda:
+            with renamed(**_THEIR_NAMES):
+                table.check_contents(ckv.shape[0])
+        column = torch.arange(plan.max_pages, device=self.device)
+        at = (self._indptr[:-1, None].long() + column).clamp(max=max(self._indices.numel() - 1, 0))
+        ids = self._indices[at] if self._indices.numel() else torch.zeros_like(at, dtype=torch.int32)
+        values, lse = decode_fp16(
+            q, (ckv, kpe), ids, table.kv_lens(), sm_scale=plan.sm_scale, causal=plan.causal, qo_indptr=self._qo,
+            max_q_len=plan.max_q_len,
+        )  # fmt: skip
+        return (values if out is None else out.copy_(values)), lse
 
     def _cache(self, plan: _Plan, ckv: torch.Tensor, kpe: torch.Tensor) -> tuple[LatentCache, torch.Tensor]:
         """The cache to read and the page ids into it."""
