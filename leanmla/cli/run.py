@@ -24,6 +24,8 @@ MEMORY_LIMIT = 4 << 30
 CALLS = 7
 #: Seconds a case costs besides decoding: the fp64 checks, and a token's share of filling the caches.
 FIXED_SECONDS, SECONDS_PER_TOKEN = 1.5, 4e-6
+#: A case expected to take less than this is not made smaller: what small cases say about a token's time is mostly overhead.
+WORTH_SHRINKING = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +101,10 @@ def _fit(
     largest = max(bytes_of(case, f) for f in names)
     if largest > memory:
         batch, why = max(1, math.floor(case.batch * memory / largest)), "memory"
-    budget = seconds - FIXED_SECONDS * len(remaining)
-    need = sum(c.tokens for c in remaining) * (per_token * CALLS + SECONDS_PER_TOKEN)
-    if need > budget:
+    budget = max(seconds - FIXED_SECONDS * len(remaining), seconds / 4)
+    seconds_per_token = per_token * CALLS + SECONDS_PER_TOKEN
+    need = sum(c.tokens for c in remaining) * seconds_per_token
+    if need > budget and (case.tokens * seconds_per_token > WORTH_SHRINKING or budget <= 0):
         timely = max(1, math.floor(case.batch * max(budget, 0) / need))
         if timely < batch:
             batch, why = timely, "time"

@@ -340,6 +340,8 @@ def test_run_makes_batches_smaller_for_memory_and_time():
     assert why == "time" and 80 < smaller.batch < 140
     smaller, why = run_command._fit(large, [large], names, 4 << 30, -5.0, 1e-6)
     assert why == "time" and smaller.batch == 1
+    small = cases[1]
+    assert run_command._fit(small, cases[1:], names, 4 << 30, 60.0, 1e-5) == (small, "")
 
 
 # -- pictures and tables ----------------------------------------------------------------------------------------------------
