@@ -11,7 +11,7 @@ from .schedule import lens_width
 __all__ = ["NOT_SPECIALISED", "cache_view", "constants", "tensors"]
 
 #: Integers that may be 1 or change from call to call: one compiled kernel serves all their values.
-NOT_SPECIALISED = ["lse_stride", "ids_stride", "q_len", "batch", "workers", "splits", "tiles", "may_wait"]
+NOT_SPECIALISED = ["lse_stride", "ids_stride", "q_len", "batch", "workers", "splits", "tiles", "may_wait", "counters"]
 
 
 def cache_view(args: DecodeArgs) -> torch.Tensor:
@@ -42,10 +42,11 @@ def tensors(args: DecodeArgs, launch: HopperLaunch, workspace) -> dict[str, obje
         part_out_ptr=workspace.part_out,
         part_lse_ptr=workspace.part_lse,
         counter_ptr=workspace.counters,
+        counters=(workspace.counters.numel() - 4) // 2,
         lens_ptr=lens,
         last_ptr=last,
         ids_ptr=ids,
-        ids_stride=ids.stride(0) if table.kind == "block_table" else 0,
+        ids_stride=ids.stride(0) if table.kind == "block_table" else ids.numel(),
         qo_ptr=lens if args.qo_indptr is None else args.qo_indptr,
         q_len=q.shape[0] // args.problem.batch,
         batch=args.problem.batch,

@@ -26,11 +26,11 @@ _SHARED_MEMORY = 227 * 1024
 
 @dataclass
 class Workspace:
-    """Scratch of one plan. ``counters`` are zero between launches: every launch leaves them so."""
+    """Scratch of one plan. ``counters`` start as zeros; every launch leaves the set that the next one uses as zeros."""
 
     part_out: torch.Tensor  #: fp32 [slots * rows, 512]
     part_lse: torch.Tensor  #: fp32 [slots * rows]
-    counters: torch.Tensor  #: int32 [batch * tiles, 2]
+    counters: torch.Tensor  #: int32 [4 + 2 * batch * tiles], see ``reduction``
 
 
 class HopperBackend:
@@ -86,7 +86,7 @@ class HopperBackend:
         return Workspace(
             part_out=torch.empty(rows, 512, dtype=torch.float32, device=device),
             part_lse=torch.empty(rows, dtype=torch.float32, device=device),
-            counters=torch.zeros(max(problem.batch, 1) * launch.tiles, 2, dtype=torch.int32, device=device),
+            counters=torch.zeros(4 + 2 * max(problem.batch, 1) * launch.tiles, dtype=torch.int32, device=device),
         )
 
     def run(self, args: DecodeArgs, workspace: Workspace) -> None:
@@ -94,9 +94,10 @@ class HopperBackend:
         if problem.batch == 0 or args.q.shape[0] == 0:
             return
         launch = choose_launch(problem, describe(args.q.device))
-        if launch.partial_rows > workspace.part_lse.numel() or problem.batch * launch.tiles > workspace.counters.shape[0]:
+        counters = (workspace.counters.numel() - 4) // 2
+        if launch.partial_rows > workspace.part_lse.numel() or problem.batch * launch.tiles > counters:
             raise CapacityExceeded(
-                f"workspace: it holds {workspace.part_lse.numel()} partial rows and {workspace.counters.shape[0]} counters, {problem} "
+                f"workspace: it holds {workspace.part_lse.numel()} partial rows and {counters} counters, {problem} "
                 f"needs {launch.partial_rows} and {problem.batch * launch.tiles}. Make the plan for a larger problem."
             )
         _check_cache(args)

@@ -46,9 +46,9 @@ from .gluon_names import (
     warpgroup_mma_wait,
 )
 from .launch import HopperLaunch
-from .loader import clear_rows, loader
+from .loader import clear_rows, loader, uniform, warm_up
 from .pages import BLOCK, Pages
-from .reduction import meet
+from .reduction import counter_of, meet, store_columns
 from .schedule import has_work, plan_piece, segment, split_slots
 from .softmax import LOG2E, cap_logits, rescale, row_limits
 
@@ -86,7 +86,7 @@ def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_first, first_r
 @gluon.jit
 def _mathematician(
     q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-    part_out_ptr, part_lse_ptr, counter_ptr, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
+    part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, SPLIT_Q: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
@@ -96,7 +96,6 @@ def _mathematician(
     S: gl.constexpr = NVMMADistributedLayout([3, 0], [4, GROUPS], [16, ROWS // GROUPS, 16])
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, ROWS, 16])
     WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
-    first_row = tile * ROWS
     scale = sm_scale * LOG2E
     b = piece.b
     at = piece.start
@@ -106,11 +105,13 @@ def _mathematician(
     while more:
         kv_len, first_id, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
         q_first, q_count = pages.query(b)
+        # kv_len is never negative: the term keeps offsets of rows from being worked out once, before the loop, and spilled.
+        first_row = tile * ROWS + gl.minimum(kv_len, 0)
         rows = gl.minimum(q_count * HEADS - first_row, ROWS)
         if rows > 0:
-            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_first, first_row, rows, HEADS, ROWS, 0)
+            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_first, first_row, rows, HEADS, ROWS, 0)
             if SPLIT_Q:
-                _load_q(q_ptr, q_stride_token, q_stride_head, q_latent2, q_rope2, q_first, first_row, rows, HEADS, ROWS, 1)
+                _load_q(q_ptr, q_stride_token, q_stride_head, q_latent2.index(0), q_rope2.index(0), q_first, first_row, rows, HEADS, ROWS, 1)
             fence_async_shared()
             limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len, CAUSAL)
             # keys that every row of the tile sees
@@ -121,7 +122,8 @@ def _mathematician(
             m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, S))
             den = gl.zeros([BLOCK, ROWS], gl.float32, S)
             for i in range(lo, hi):
-                stage = used % STAGES
+                stage = uniform(used % STAGES)
+                zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 36 descriptors out of vector registers
                 mbarrier.wait(full.index(stage), (used // STAGES) & 1)
                 k = latent.index(stage)
                 if GATHER:
@@ -129,11 +131,11 @@ def _mathematician(
                 elif i * BLOCK + BLOCK > kv_len:
                     clear_rows(k._reinterpret(gl.int32, [BLOCK, LATENT // 2], WORDS), kv_len - i * BLOCK)
                 x = gl.zeros([BLOCK, ROWS], gl.float32, S)
-                x = warpgroup_mma(k, q_latent.permute((1, 0)), x, use_acc=False, is_async=True)
-                x = warpgroup_mma(rope.index(stage), q_rope.permute((1, 0)), x, is_async=True)
+                x = warpgroup_mma(k, q_latent.index(zero).permute((1, 0)), x, use_acc=False, is_async=True)
+                x = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), x, is_async=True)
                 if SPLIT_Q:
-                    x = warpgroup_mma(k, q_latent2.permute((1, 0)), x, is_async=True)
-                    x = warpgroup_mma(rope.index(stage), q_rope2.permute((1, 0)), x, is_async=True)
+                    x = warpgroup_mma(k, q_latent2.index(zero).permute((1, 0)), x, is_async=True)
+                    x = warpgroup_mma(rope.index(stage), q_rope2.index(zero).permute((1, 0)), x, is_async=True)
                 x = warpgroup_mma_wait(0, deps=[x])
                 x = x * scale
                 if HAS_CAP:
@@ -171,12 +173,12 @@ def _mathematician(
                     gl.store(lse_ptr + token_s * lse_stride + (first_row + rs) % HEADS, lse2 * LN2, mask=rs < rows)
             else:
                 slot = gl.where(rank == 0, first_slot, next_slot + (rank - 1) * slot_step).to(gl.int64) * ROWS
-                gl.store((part_out_ptr + (slot + r) * LATENT)[None, :] + d[:, None], acc)
+                store_columns(part_out_ptr + slot * LATENT, acc, d, LATENT, ROWS)
                 gl.store(part_lse_ptr + slot + rs, lse2)
                 # a launch that may not wait has nobody who stays
                 waits = may_wait & (follow >= piece.end).to(gl.int32)
                 stay = stay * may_wait
-                meet(counter_ptr + (b * tiles + tile).to(gl.int64) * 2, waits, part_out_ptr, part_lse_ptr,
+                meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
                      out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
                      rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
         base = follow
@@ -193,7 +195,7 @@ def decode_bf16(
     out_ptr, out_stride_token, out_stride_head,  # [total_q, HEADS, 512] like q
     lse_ptr, lse_stride,  # [total_q, HEADS] fp32, if WRITE_LSE
     part_out_ptr, part_lse_ptr,  # fp32 [slots, ROWS, 512] and [slots, ROWS]
-    counter_ptr,  # int32 [batch * row tiles, 2], zero between launches
+    counter_ptr, counters,  # int32 [4 + 2 * counters], counters >= batch * row tiles, see reduction
     lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch,  # see pages.Pages
     workers, splits, tiles, sm_scale, logit_cap, may_wait,
     KIND: gl.constexpr, PAGE_SIZE: gl.constexpr, RAGGED_Q: gl.constexpr, LENS: gl.constexpr, ONE_PASS: gl.constexpr,
@@ -210,41 +212,48 @@ def decode_bf16(
 
     latent = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, LATENT], K)
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, ROPE], K)
-    q_latent = gl.allocate_shared_memory(gl.bfloat16, [ROWS, LATENT], K)
-    q_rope = gl.allocate_shared_memory(gl.bfloat16, [ROWS, ROPE], K)
+    q_latent = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, LATENT], K)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, ROPE], K)
     if SPLIT_Q:
-        q_latent2 = gl.allocate_shared_memory(gl.bfloat16, [ROWS, LATENT], K)
-        q_rope2 = gl.allocate_shared_memory(gl.bfloat16, [ROWS, ROPE], K)
+        q_latent2 = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, LATENT], K)
+        q_rope2 = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, ROPE], K)
     else:
         q_latent2 = q_latent
         q_rope2 = q_rope
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROWS], P)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(warm, 1)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), 32 * LOADER_WARPS if GATHER else 1)
         mbarrier.init(empty.index(s), 1)
     fence_async_shared()
 
-    tile = gl.program_id(0) % tiles
-    pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
-    piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     if GATHER:
         latent_parts = latent
         rope_parts = rope
     else:
         latent_parts = latent._reinterpret(gl.bfloat16, [STAGES * 8 * PARTS, 1, BOX, 64], PANEL)
         rope_parts = rope._reinterpret(gl.bfloat16, [STAGES * PARTS, 1, BOX, 64], PANEL)
+        thread_barrier()
+        warm_up(desc, desc, latent_parts, rope_parts, warm, BOX, 64, 1152)
+
+    tile = gl.program_id(0) % tiles
+    pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
+    pages.prefetch_ids(gl.program_id(0) // tiles, workers)
+    turn = gl.load(counter_ptr)
+    piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     thread_barrier()
     gl.warp_specialize(
         [
             (_mathematician, (
                 q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                part_out_ptr, part_lse_ptr, counter_ptr, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
+                part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
                 pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
                 HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, SPLIT_Q, WRITE_LSE, num_warps)),
             (loader, (
-                desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, pages, piece, tile * ROWS,
+                desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                 HEADS, STAGES, BOX, 64, 1152, GATHER, MODE)),
         ],
         [LOADER_WARPS], [56 if GATHER else 40],

@@ -45,9 +45,9 @@ from .gluon_names import (
     warpgroup_mma_wait,
 )
 from .launch import HopperLaunch
-from .loader import clear_rows, loader
+from .loader import clear_rows, loader, uniform, warm_up
 from .pages import BLOCK, Pages
-from .reduction import meet
+from .reduction import counter_of, meet, store_columns
 from .schedule import has_work, plan_piece, segment, split_slots
 from .softmax import LOG2E, cap_logits, rescale, row_limits
 
@@ -189,7 +189,7 @@ def _interleave(even, odd, ptr_row, ok, first_d):
 @gluon.jit
 def _mathematician(
     q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-    part_out_ptr, part_lse_ptr, counter_ptr, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
+    part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, FP8_P: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
@@ -207,7 +207,6 @@ def _mathematician(
     V16: gl.constexpr = byte_pairs_f16(NUM_WARPS)
     # exp2 of scores is scaled so that its e4m3 terms keep small weights
     P_SHIFT: gl.constexpr = 8.0 if FP8_P else 0.0
-    first_row = tile * ROWS
     kv_scale = gl.load(kv_scale_ptr)
     scale = sm_scale * LOG2E * kv_scale
     b = piece.b
@@ -218,9 +217,11 @@ def _mathematician(
     while more:
         kv_len, first_id, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
         q_first, q_count = pages.query(b)
+        # kv_len is never negative: the term keeps offsets of rows from being worked out once, before the loop, and spilled.
+        first_row = tile * ROWS + gl.minimum(kv_len, 0)
         rows = gl.minimum(q_count * HEADS - first_row, ROWS)
         if rows > 0:
-            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_scale, q_first, first_row, rows, HEADS, ROWS, GROUPS)
+            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_first, first_row, rows, HEADS, ROWS, GROUPS)
             fence_async_shared()
             row_scale = q_scale.load(SliceLayout(0, S)) * scale
             limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len, CAUSAL)
@@ -229,22 +230,23 @@ def _mathematician(
             if CAUSAL:
                 shared_keys = gl.minimum(kv_len, kv_len - q_count + 1 + first_row // HEADS)
             if FP8_P:
-                zero = gl.zeros([COLS, ROWS], gl.float32, O)
-                e0 = zero
-                o0 = zero
-                e1 = zero
-                o1 = zero
-                e2 = zero
-                o2 = zero
-                e3 = zero
-                o3 = zero
+                none_yet = gl.zeros([COLS, ROWS], gl.float32, O)
+                e0 = none_yet
+                o0 = none_yet
+                e1 = none_yet
+                o1 = none_yet
+                e2 = none_yet
+                o2 = none_yet
+                e3 = none_yet
+                o3 = none_yet
             else:
                 even = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
                 odd = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
             m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, S))
             den = gl.zeros([BLOCK, ROWS], gl.float32, S)
             for i in range(lo, hi):
-                stage = used % STAGES
+                stage = uniform(used % STAGES)
+                zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 18 descriptors out of vector registers
                 mbarrier.wait(full.index(stage), (used // STAGES) & 1)
                 k = latent.index(stage)
                 if GATHER:
@@ -252,8 +254,8 @@ def _mathematician(
                 elif i * BLOCK + BLOCK > kv_len:
                     clear_rows(k._reinterpret(gl.int32, [BLOCK, LATENT // 4], WORDS), kv_len - i * BLOCK)
                 both = gl.zeros([BLOCK, 2 * ROWS], gl.float32, S2)
-                both = warpgroup_mma(k, q_latent.permute((1, 0)), both, use_acc=False, is_async=True)
-                both = warpgroup_mma(rope.index(stage), q_rope.permute((1, 0)), both, is_async=True)
+                both = warpgroup_mma(k, q_latent.index(zero).permute((1, 0)), both, use_acc=False, is_async=True)
+                both = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), both, is_async=True)
                 both = warpgroup_mma_wait(0, deps=[both])
                 hi_part, lo_part = gl.split(gl.permute(gl.reshape(both, [BLOCK, GROUPS, 2, ROWS // GROUPS]), (0, 1, 3, 2)))
                 x = gl.convert_layout(gl.reshape(hi_part + lo_part, [BLOCK, ROWS]), S, assert_trivial=True) * row_scale[None, :]
@@ -338,19 +340,26 @@ def _mathematician(
                     gl.store(lse_ptr + token_s * lse_stride + (first_row + rs) % HEADS, lse2 * LN2, mask=rs < rows)
             else:
                 slot = gl.where(rank == 0, first_slot, next_slot + (rank - 1) * slot_step).to(gl.int64) * ROWS
-                part_ptr = part_out_ptr + (slot + r) * LATENT
+                part_ptr = part_out_ptr + slot * LATENT
                 if FP8_P:
-                    _interleave(e0 * inv, o0 * inv, part_ptr, r < ROWS, 0)
-                    _interleave(e1 * inv, o1 * inv, part_ptr, r < ROWS, 2 * COLS)
-                    _interleave(e2 * inv, o2 * inv, part_ptr, r < ROWS, 4 * COLS)
-                    _interleave(e3 * inv, o3 * inv, part_ptr, r < ROWS, 6 * COLS)
+                    d = 2 * gl.arange(0, COLS, SliceLayout(1, O))
+                    store_columns(part_ptr, e0 * inv, d, COLS, ROWS)
+                    store_columns(part_ptr, o0 * inv, d + 1, COLS, ROWS)
+                    store_columns(part_ptr, e1 * inv, d + 2 * COLS, COLS, ROWS)
+                    store_columns(part_ptr, o1 * inv, d + 2 * COLS + 1, COLS, ROWS)
+                    store_columns(part_ptr, e2 * inv, d + 4 * COLS, COLS, ROWS)
+                    store_columns(part_ptr, o2 * inv, d + 4 * COLS + 1, COLS, ROWS)
+                    store_columns(part_ptr, e3 * inv, d + 6 * COLS, COLS, ROWS)
+                    store_columns(part_ptr, o3 * inv, d + 6 * COLS + 1, COLS, ROWS)
                 else:
-                    _interleave(even * inv, odd * inv, part_ptr, r < ROWS, 0)
+                    dw = 2 * gl.arange(0, LATENT // 2, SliceLayout(1, O))
+                    store_columns(part_ptr, even * inv, dw, LATENT // 2, ROWS)
+                    store_columns(part_ptr, odd * inv, dw + 1, LATENT // 2, ROWS)
                 gl.store(part_lse_ptr + slot + rs, lse2)
                 # a launch that may not wait has nobody who stays
                 waits = may_wait & (follow >= piece.end).to(gl.int32)
                 stay = stay * may_wait
-                meet(counter_ptr + (b * tiles + tile).to(gl.int64) * 2, waits, part_out_ptr, part_lse_ptr,
+                meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
                      out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
                      rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
         base = follow
@@ -368,7 +377,7 @@ def decode_fp8(
     out_ptr, out_stride_token, out_stride_head,  # [total_q, HEADS, 512] like q
     lse_ptr, lse_stride,  # [total_q, HEADS] fp32, if WRITE_LSE
     part_out_ptr, part_lse_ptr,  # fp32 [slots, ROWS, 512] and [slots, ROWS]
-    counter_ptr,  # int32 [batch * row tiles, 2], zero between launches
+    counter_ptr, counters,  # int32 [4 + 2 * counters], counters >= batch * row tiles, see reduction
     lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch,  # see pages.Pages
     workers, splits, tiles, sm_scale, logit_cap, may_wait,
     KIND: gl.constexpr, PAGE_SIZE: gl.constexpr, RAGGED_Q: gl.constexpr, LENS: gl.constexpr, ONE_PASS: gl.constexpr,
@@ -387,8 +396,8 @@ def decode_fp8(
 
     latent = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, LATENT], K)
     rope = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, ROPE], R)
-    q_latent = gl.allocate_shared_memory(gl.float8e4nv, [2 * ROWS, LATENT], K)
-    q_rope = gl.allocate_shared_memory(gl.float8e4nv, [2 * ROWS, ROPE], R)
+    q_latent = gl.allocate_shared_memory(gl.float8e4nv, [1, 2 * ROWS, LATENT], K)
+    q_rope = gl.allocate_shared_memory(gl.float8e4nv, [1, 2 * ROWS, ROPE], R)
     q_scale = gl.allocate_shared_memory(gl.float32, [ROWS], SwizzledSharedLayout(1, 1, 1, [0]))
     if FP8_P:
         p_hi = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, BLOCK], R)
@@ -398,30 +407,37 @@ def decode_fp8(
         p_lo = p_hi
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(warm, 1)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), 32 * LOADER_WARPS if GATHER else 1)
         mbarrier.init(empty.index(s), 1)
     fence_async_shared()
 
-    tile = gl.program_id(0) % tiles
-    pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
-    piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     if GATHER:
         latent_parts = latent
         rope_parts = rope
     else:
         latent_parts = latent._reinterpret(gl.float8e4nv, [STAGES * 4 * PARTS, 1, BOX, 128], PANEL)
         rope_parts = rope._reinterpret(gl.float8e4nv, [STAGES * PARTS, 1, BOX, 64], ROPE_PANEL)
+        thread_barrier()
+        warm_up(desc, desc_rope, latent_parts, rope_parts, warm, BOX, 128, 576)
+
+    tile = gl.program_id(0) % tiles
+    pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
+    pages.prefetch_ids(gl.program_id(0) // tiles, workers)
+    turn = gl.load(counter_ptr)
+    piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     thread_barrier()
     gl.warp_specialize(
         [
             (_mathematician, (
                 q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                part_out_ptr, part_lse_ptr, counter_ptr, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
+                part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
                 pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
                 HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
             (loader, (
-                desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, pages, piece, tile * ROWS,
+                desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                 HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
         ],
         [LOADER_WARPS], [56 if GATHER else 40],

@@ -16,9 +16,10 @@ from .gluon_names import (
     tma,
 )
 from .pages import BLOCK
+from .reduction import turn_over
 from .schedule import has_work, segment
 
-__all__ = ["clear_rows", "loader"]
+__all__ = ["clear_rows", "loader", "uniform", "warm_up"]
 
 
 @gluon.jit
@@ -59,34 +60,42 @@ def _fetch_panels(desc, desc_rope, latent, rope, full, stage, places, BOX: gl.co
 
 
 @gluon.jit
-def _rows(pages, first_id, token, kv_len, page_stride, token_stride, VEC: gl.constexpr):
-    """Element offsets of a tile's keys, for the latent and for the rope copy."""
+def _row_pages(pages, first_id, token, kv_len, VEC: gl.constexpr):
+    """Page ids of a tile's keys, as the latent and as the rope copy need them."""
     L: gl.constexpr = BlockedLayout([1, VEC], [1, 32], [gl.num_warps(), 1], [1, 0])
     LR: gl.constexpr = BlockedLayout([1, VEC], [VEC // 2, 64 // VEC], [gl.num_warps(), 1], [1, 0])
     t = token + gl.arange(0, BLOCK, SliceLayout(1, L))
     tr = token + gl.arange(0, BLOCK, SliceLayout(1, LR))
-    at = pages.offsets(first_id, t, t < kv_len, page_stride, token_stride)
-    at_r = pages.offsets(first_id, tr, tr < kv_len, page_stride, token_stride)
-    return at, at_r
+    return pages.row_pages(first_id, t, t < kv_len), pages.row_pages(first_id, tr, tr < kv_len)
 
 
 @gluon.jit
-def _gather_rows(cache_ptr, at, at_r, latent, rope, full, stage, left, VEC: gl.constexpr):
-    """A tile by cp.async. Only ``left`` keys are read; the rows of the others become zeros."""
+def _gather_rows(cache_ptr, page_stride, token_stride, latent, rope, full, stage, pages, page, page_r, first_id, token, kv_len, VEC: gl.constexpr):
+    """A tile by cp.async. Keys past the end are not read; their rows become zeros."""
     L: gl.constexpr = BlockedLayout([1, VEC], [1, 32], [gl.num_warps(), 1], [1, 0])
     LR: gl.constexpr = BlockedLayout([1, VEC], [VEC // 2, 64 // VEC], [gl.num_warps(), 1], [1, 0])
+    t = token + gl.arange(0, BLOCK, SliceLayout(1, L))
+    tr = token + gl.arange(0, BLOCK, SliceLayout(1, LR))
+    at = pages.offsets(page, first_id, t, t < kv_len, page_stride, token_stride)
+    at_r = pages.offsets(page_r, first_id, tr, tr < kv_len, page_stride, token_stride)
     d = gl.arange(0, 512, SliceLayout(0, L))[None, :]
     dr = gl.arange(0, 64, SliceLayout(0, LR))[None, :]
-    ok = (gl.arange(0, BLOCK, SliceLayout(1, L)) < left)[:, None] & (d >= 0)
-    ok_r = (gl.arange(0, BLOCK, SliceLayout(1, LR)) < left)[:, None] & (dr >= 0)
-    async_copy.async_copy_global_to_shared(latent.index(stage), cache_ptr + (at[:, None] + d), mask=ok)
-    async_copy.async_copy_global_to_shared(rope.index(stage), cache_ptr + (at_r[:, None] + (512 + dr)), mask=ok_r)
+    async_copy.async_copy_global_to_shared(latent.index(stage), cache_ptr + (at[:, None] + d), mask=(t < kv_len)[:, None] & (d >= 0))
+    async_copy.async_copy_global_to_shared(rope.index(stage), cache_ptr + (at_r[:, None] + (512 + dr)), mask=(tr < kv_len)[:, None] & (dr >= 0))
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
 @gluon.jit
+def warm_up(desc, desc_rope, latent, rope, warm, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr):
+    """Make the copy engine fetch its tensor maps while the schedule is worked out: boxes wholly outside the cache read nothing."""
+    mbarrier.expect(warm, BOX * (PANEL + 64) * (BYTES // 576))
+    tma.async_copy_global_to_shared(desc, [0, 0, 1024], warm, latent.index(0))
+    tma.async_copy_global_to_shared(desc_rope, [0, 0, 1024], warm, rope.index(0))
+
+
+@gluon.jit
 def loader(
-    desc, desc_rope, cache_ptr, page_stride, token_stride, latent, rope, full, empty, pages, piece, first_row,
+    desc, desc_rope, cache_ptr, page_stride, token_stride, latent, rope, full, empty, warm, counter_ptr, counters, turn, pages, piece, first_row,
     HEADS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr,
     GATHER: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
@@ -96,19 +105,27 @@ def loader(
     base = piece.base
     more = has_work(piece, MODE)
     fetched = 0
+    if not GATHER:
+        mbarrier.wait(warm, 0)
     while more:
         kv_len, first_id, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
         q_first, q_count = pages.query(b)
         if first_row < q_count * HEADS:
+            if GATHER:
+                VEC: gl.constexpr = 16 * 576 // BYTES
+                page, page_r = _row_pages(pages, first_id, lo * BLOCK, kv_len, VEC)
             for i in range(lo, hi):
-                # Page ids are asked for before the wait, so that they come in during it.
                 stage = fetched % STAGES
                 parity = ((fetched // STAGES) & 1) ^ 1
                 if GATHER:
-                    at_rows, at_rope = _rows(pages, first_id, i * BLOCK, kv_len, page_stride, token_stride, 16 * 576 // BYTES)
+                    # the next tile's page ids come in while this tile is waited for and copied
+                    page_next, page_r_next = _row_pages(pages, first_id, (i + 1) * BLOCK, kv_len, VEC)
                     mbarrier.wait(empty.index(stage), parity)
-                    _gather_rows(cache_ptr, at_rows, at_rope, latent, rope, full, stage, kv_len - i * BLOCK, 16 * 576 // BYTES)
+                    _gather_rows(cache_ptr, page_stride, token_stride, latent, rope, full, stage, pages, page, page_r, first_id, i * BLOCK, kv_len, VEC)
+                    page = page_next
+                    page_r = page_r_next
                 else:
+                    # page ids are asked for before the wait, so that they come in during it
                     places = _places(pages, first_id, i * BLOCK, kv_len, BOX)
                     mbarrier.wait(empty.index(stage), parity)
                     _fetch_panels(desc, desc_rope, latent, rope, full, stage, places, BOX, PANEL, BYTES)
@@ -119,6 +136,14 @@ def loader(
         more = (follow < piece.end) & (MODE == 0)
     if GATHER:
         async_copy.wait_group(0)
+    turn_over(counter_ptr, counters, turn)
+
+
+@gluon.jit
+def uniform(x):
+    """x, known to be the same in all lanes. A value that went through shfl is uniform to ptxas, so wgmma descriptors made from it
+    stay in uniform registers; otherwise each one is held in vector registers and moved over (88 moves a tile, and spills)."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ class Pages:
     lens_ptr: gl.tensor  # csr: kv_indptr [batch+1] in pages; block_table: cache_seqlens [batch]; contiguous: kv_indptr in tokens
     last_ptr: gl.tensor  # csr: kv_last_page_len [batch], not read for page size 1; otherwise unused
     ids_ptr: gl.tensor  # csr: [n]; block_table: [batch, max_pages]; otherwise unused
-    ids_stride: gl.tensor  # row stride of a block table, in ids
+    ids_stride: gl.tensor  # block_table: its row stride, in ids; csr: number of ids
     qo_ptr: gl.tensor  # qo_indptr [batch+1] if RAGGED_Q
     q_len: gl.tensor  # query tokens of every sequence if not RAGGED_Q
     batch: gl.tensor
@@ -96,11 +96,31 @@ class Pages:
         return page, row
 
     @gluon.jit
-    def offsets(self, first_id, token, valid, page_stride, token_stride):
-        """Element offsets (int64) of a tensor of tokens; 0 where not ``valid``, whose page ids are not read."""
+    def row_pages(self, first_id, token, valid):
+        """Page ids of a tensor of tokens; ids of tokens that are not ``valid`` are not read."""
+        if self.KIND == CONTIGUOUS:
+            page = token * 0
+        else:
+            page = gl.load(self.ids_ptr + first_id + token // self.PAGE_SIZE, mask=valid, other=0)
+        return page
+
+    @gluon.jit
+    def offsets(self, page, first_id, token, valid, page_stride, token_stride):
+        """Element offsets (int64) of a tensor of tokens in the pages that :meth:`row_pages` gave; 0 where not ``valid``."""
         if self.KIND == CONTIGUOUS:
             offset = (first_id + token) * token_stride
         else:
-            page = gl.load(self.ids_ptr + first_id + token // self.PAGE_SIZE, mask=valid, other=0)
             offset = page.to(gl.int64) * page_stride + (token % self.PAGE_SIZE) * token_stride
         return gl.where(valid, offset, 0)
+
+    @gluon.jit
+    def prefetch_ids(self, worker, workers):
+        """Bring the page ids that this worker would need if all sequences were as long to L2; a wrong guess costs nothing."""
+        if self.KIND == BLOCK_TABLE:
+            at = (worker * self.batch // workers).to(gl.int64) * self.ids_stride
+        else:
+            at = worker.to(gl.int64) * self.ids_stride // workers
+        if self.KIND != CONTIGUOUS:
+            gl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(self.ids_ptr + at).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+            )

@@ -2,30 +2,69 @@
 
 Every block of a sequence stores its partial result and adds itself to the sequence's counter. Two ways on from there:
 
-* together: blocks that have nothing else to do wait until all have arrived, then each merges its share of the rows.
+* together: blocks that have nothing else to do wait until all have arrived, then each merges its share of the values.
   Fastest (all shares at once), but a waiting block needs the others to be running;
 * the last to arrive merges everything. Always safe.
 
 The counter says which. Its low half counts arrivals, its high half the blocks that do not wait: those with more work to do
 (the schedule says how many, so everybody knows) and those whose patience ran out (a block on another stream may hold the
 place that a partner needs). A block leaves by compare-and-swap, hence never after the last arrival, so the final value is the
-same for whoever reads it: as the schedule expects means "together", anything else that the last arriver works alone. The last
-block to be done with a counter puts it back to 0 for the next launch. Partial results are merged in an order that depends on
-the number of splits alone, so repeats agree bit for bit.
+same for whoever reads it: as the schedule expects means "together", anything else that the last arriver works alone. Partial
+results are merged in an order that depends on the number of splits alone, so repeats agree bit for bit.
+
+Counters come in two sets. A launch uses the one that word 0 names and zeroes the other, which the launch before it used; the
+last block to pass :func:`turn_over` names the other set for the next launch. Nothing of this is on the way to the output.
+
+A partial result is [512, ROWS] with its columns reordered, so that the four values that a thread of the wgmma accumulator
+holds of one d lie side by side and a warp stores 16 bytes a lane, 64 bytes a d:
+
+    column c of 16    = 4 q + 2 j + e      q = lane % 4, e = register bit 0, j = register bit of the next 8 rows
+    row of the tile   = 8 j + 2 q + e
 """
 
 from .gluon_names import BlockedLayout, SliceLayout, gl, gluon, thread_barrier
 
-__all__ = ["meet"]
+__all__ = ["HEADER", "counter_of", "meet", "store_columns", "turn_over"]
 
+#: Words before the two sets of counters: which set is in use, blocks that have read it (one word a set), unused.
+HEADER = gl.constexpr(4)
 #: Reads of the counter before a block stops waiting: about 50 us.
 _PATIENCE = gl.constexpr(64)
 _LEFT = gl.constexpr(65536)
 
 
 @gluon.jit
+def counter_of(counter_ptr, counters, turn, group):
+    """The counter of a group (a sequence's row tile) in the set that this launch uses."""
+    return counter_ptr + HEADER + turn * counters + group
+
+
+@gluon.jit
+def turn_over(counter_ptr, counters, turn):
+    """Once a block, by one warp, after ``turn`` (word 0) was read: prepares the next launch's counters."""
+    lane = gl.arange(0, 32, BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    other = counter_ptr + HEADER + (1 - turn) * counters
+    for at in range(gl.program_id(0) * 32, counters, gl.num_programs(0) * 32):
+        gl.store(other + at + lane, gl.zeros_like(lane), mask=at + lane < counters)
+    passed = gl.atomic_add(counter_ptr + 1 + turn, 1, sem="acq_rel", scope="gpu")
+    if passed == gl.num_programs(0) - 1:
+        gl.store(counter_ptr + 1 + turn, 0)
+        gl.store(counter_ptr, 1 - turn)
+
+
+@gluon.jit
+def store_columns(part_ptr, acc, d, M: gl.constexpr, ROWS: gl.constexpr):
+    """Store acc [M, ROWS] (wgmma accumulator layout) to columns order at rows ``d`` of a partial result: part_ptr + d * ROWS."""
+    x = gl.permute(gl.reshape(acc, [M, ROWS // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
+    x = gl.reshape(x, [M, ROWS])
+    L: gl.constexpr = x.type.layout
+    at = gl.convert_layout(d, SliceLayout(1, L), assert_trivial=True) * ROWS
+    gl.store(part_ptr + (at[:, None] + gl.arange(0, ROWS, SliceLayout(0, L))[None, :]), x)
+
+
+@gluon.jit
 def _arrive(counter_ptr, splits, stay, waits):
-    """Count this block in, and wait if it may. Returns (role, final): role 0 nothing to do, 1 merge a share, 2 merge all.
+    """Count this block in, and wait if it may. Returns its role: 0 nothing to do, 1 merge a share, 2 merge all.
 
     ``waits`` is 1 if this block may wait and 0 if it has more work to do; ``stay`` blocks of the sequence may, 0 if none.
     """
@@ -50,118 +89,120 @@ def _arrive(counter_ptr, splits, stay, waits):
             if seen == value:
                 left = 1
             value = seen
-        if left == 1:
-            value = 0
-        elif value == expected:
+        if (left == 0) & (value == expected):
             role = 1
-    return role, value
+    return role
 
 
 @gluon.jit
-def _release(counter_ptr, splits, waits, role, value):
-    """Done with the counter; the last block that is puts it back to 0. ``counter_ptr[1]`` counts the blocks that waited."""
-    if value != 0:
-        waiting = splits - value // _LEFT
-        if waits == 1:
-            done = gl.atomic_add(counter_ptr + 1, 1, sem="acq_rel", scope="gpu")
-            if done == waiting - 1:
-                gl.atomic_xchg(counter_ptr + 1, 0, sem="relaxed", scope="gpu")
-                gl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
-        elif (role == 2) & (waiting == 0):
-            gl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
+def _row_of(c):
+    """Row of the tile that column ``c`` of a partial result holds."""
+    return c // 16 * 16 + (c // 2) % 2 * 8 + (c // 4) % 4 * 2 + c % 2
+
+
+@gluon.jit
+def _slot_of(s, first_slot, next_slot, slot_step):
+    return gl.where(s == 0, first_slot, next_slot + (s - 1) * slot_step).to(gl.int64)
+
+
+@gluon.jit
+def _load_splits(part_out_ptr, at, splits, first_slot, next_slot, slot_step, d0, ROWS: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
+                 L: gl.constexpr):  # fmt: skip
+    """[GROUP splits, WIDTH d, ROWS columns] of partial results from split ``at`` and d0 on; zeros past the last split."""
+    s = at + gl.arange(0, GROUP, SliceLayout(1, SliceLayout(2, L)))
+    d = gl.arange(0, WIDTH, SliceLayout(0, SliceLayout(2, L)))
+    c = gl.arange(0, ROWS, SliceLayout(0, SliceLayout(1, L)))
+    base = part_out_ptr + _slot_of(s, first_slot, next_slot, slot_step) * (512 * ROWS) + d0 * ROWS
+    ptr = gl.expand_dims(gl.expand_dims(base, 1), 2) + (gl.expand_dims(gl.expand_dims(d * ROWS, 0), 2) + gl.expand_dims(gl.expand_dims(c, 0), 1))
+    # .cg: other multiprocessors wrote these
+    return gl.load(ptr, mask=gl.expand_dims(gl.expand_dims(s < splits, 1), 2), other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
 def _merge(
-    part_out_ptr,  # fp32 [slots, ROWS, 512], each divided by its own denominator
+    part_out_ptr,  # fp32 [slots, 512, ROWS columns], each divided by its own denominator
     part_lse_ptr,  # fp32 [slots, ROWS], base 2, -inf for a split without keys
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-    first_slot, next_slot, slot_step, splits, row, rows, first_token, first_row, HEADS: gl.constexpr,
-    ROWS: gl.constexpr, WRITE_LSE: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, VEC: gl.constexpr,
-    WARPS_ROW: gl.constexpr,
+    first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS: gl.constexpr,
+    ROWS: gl.constexpr, WRITE_LSE: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Merge rows ``row : row + WIDTH``, GROUP splits at a time. Split 0 is in first_slot, split s in next_slot + (s-1)*slot_step.
+    """Merge d0 : d0 + WIDTH of all rows, GROUP splits at a time. Split 0 is in first_slot, split s in next_slot + (s-1)*slot_step.
 
-    Splits lie in registers, rows on warps (or all warps on one row), the 512 values on lanes.
-    """
-    L: gl.constexpr = BlockedLayout([1, 1, VEC], [1, 1, 32], [1, WARPS_ROW, gl.num_warps() // WARPS_ROW], [2, 1, 0])
-    LR: gl.constexpr = SliceLayout(2, L)  # [splits, rows]
-    r = row + gl.arange(0, WIDTH, SliceLayout(0, LR))
-    d = gl.arange(0, 512, SliceLayout(0, SliceLayout(0, L)))
-    m = gl.full([WIDTH], float("-inf"), gl.float32, SliceLayout(0, LR))
-    den = gl.zeros([WIDTH], gl.float32, SliceLayout(0, LR))
-    acc = gl.zeros([WIDTH, 512], gl.float32, SliceLayout(0, L))
-    for at in range(0, splits, GROUP):
-        s = at + gl.arange(0, GROUP, SliceLayout(1, LR))
-        ok = (s < splits)[:, None] & (r < ROWS)[None, :]
-        slot = gl.where(s == 0, first_slot, next_slot + (s - 1) * slot_step).to(gl.int64)
-        at_row = (slot * ROWS)[:, None] + r[None, :]
-        # .cg: other multiprocessors wrote these
-        lse = gl.load(part_lse_ptr + at_row, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        ptr = gl.expand_dims(part_out_ptr + at_row * 512, 2) + gl.expand_dims(gl.expand_dims(d, 0), 0)
-        x = gl.load(ptr, mask=gl.expand_dims(ok, 2), other=0.0, cache_modifier=".cg")
-        x = gl.where(gl.expand_dims(lse == float("-inf"), 2), 0.0, x)
-        m_new = gl.maximum(m, gl.max(lse, 0))
-        ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-        w = gl.exp2(lse - ref[None, :])
-        old = gl.exp2(m - ref)
-        acc = acc * gl.convert_layout(old, SliceLayout(1, SliceLayout(0, L)), assert_trivial=True)[:, None] + gl.sum(gl.expand_dims(w, 2) * x, 0)
-        den = den * old + gl.sum(w, 0)
-        m = m_new
-    empty = den == 0.0
-    token = (first_token + (first_row + r) // HEADS).to(gl.int64)
-    head = (first_row + r) % HEADS
-    inv = gl.convert_layout(1.0 / gl.where(empty, 1.0, den), SliceLayout(1, SliceLayout(0, L)), assert_trivial=True)
-    out_row = gl.convert_layout(out_ptr + token * out_stride_token + head * out_stride_head, SliceLayout(1, SliceLayout(0, L)), assert_trivial=True)
-    ok_row = gl.convert_layout(r < rows, SliceLayout(1, SliceLayout(0, L)), assert_trivial=True)
-    # an empty row has acc = 0 and inv = 1
-    gl.store(out_row[:, None] + d[None, :], (acc * inv[:, None]).to(out_ptr.dtype.element_ty), mask=ok_row[:, None])
-    if WRITE_LSE:
-        lse_out = gl.where(empty, float("-inf"), (m + gl.log2(gl.where(empty, 1.0, den))) * 0.6931471805599453)
-        gl.store(lse_ptr + token * lse_stride + head, lse_out, mask=r < rows)
-
-
-@gluon.jit
-def _merge_rows(
-    part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-    first_slot, next_slot, slot_step, splits, rank, stay, role, rows, first_token, first_row, HEADS: gl.constexpr,
-    ROWS: gl.constexpr, WRITE_LSE: gl.constexpr,
-):  # fmt: skip
-    """Merge this block's share of ``rows`` rows (role 1: every ``stay``-th group of rows from ``rank`` on; role 2: all of them).
-
-    Up to four splits: a row a warp, all splits at once; more: one row, sixteen splits at a time. The choice depends on the
-    number of splits alone, because it decides in which order they are added.
+    The first GROUP partial results are asked for first, so they come in while the weights are worked out.
     """
     W: gl.constexpr = gl.num_warps()
-    begin = 0
-    step = 1
-    if role == 1:
-        begin = rank
-        step = stay
-    if splits <= 4:
-        for row in range(begin * W, rows, step * W):
-            _merge(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                   first_slot, next_slot, slot_step, splits, row, rows, first_token, first_row, HEADS,
-                   ROWS, WRITE_LSE, W, 4, 4, W)  # fmt: skip
-    else:
-        for row in range(begin, rows, step):
-            _merge(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                   first_slot, next_slot, slot_step, splits, row, rows, first_token, first_row, HEADS,
-                   ROWS, WRITE_LSE, 1, 16, 16 // W, 1)  # fmt: skip
+    # values: a lane has four columns, a warp 8 * 16 / ROWS d at a time
+    L: gl.constexpr = BlockedLayout([1, 1, 4], [1, 128 // ROWS, ROWS // 4], [1, W, 1], [2, 1, 0])
+    # weights: [splits, columns], spread over the block
+    LW: gl.constexpr = BlockedLayout([1, 1], [32 // 16, 16], [W, 1], [1, 0])
+    x = _load_splits(part_out_ptr, 0, splits, first_slot, next_slot, slot_step, d0, ROWS, WIDTH, GROUP, L)
+    c = gl.arange(0, ROWS, SliceLayout(0, LW))
+    r = _row_of(c)
+    m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, LW))
+    den = gl.zeros([ROWS], gl.float32, SliceLayout(0, LW))
+    for at in range(0, splits, 32):
+        s = at + gl.arange(0, 32, SliceLayout(1, LW))
+        ptr = part_lse_ptr + (_slot_of(s, first_slot, next_slot, slot_step) * ROWS)[:, None] + r[None, :]
+        lse = gl.load(ptr, mask=(s < splits)[:, None], other=float("-inf"), cache_modifier=".cg")
+        m_new = gl.maximum(m, gl.max(lse, 0))
+        ref = gl.where(m_new == float("-inf"), 0.0, m_new)
+        den = den * gl.exp2(m - ref) + gl.sum(gl.exp2(lse - ref[None, :]), 0)
+        m = m_new
+    empty = den == 0.0
+    ref = gl.where(m == float("-inf"), 0.0, m)
+    inv = 1.0 / gl.where(empty, 1.0, den)
+    acc = gl.zeros([WIDTH, ROWS], gl.float32, SliceLayout(0, L))
+    for at in range(0, splits, GROUP):
+        s = at + gl.arange(0, GROUP, SliceLayout(1, LW))
+        ptr = part_lse_ptr + (_slot_of(s, first_slot, next_slot, slot_step) * ROWS)[:, None] + r[None, :]
+        lse = gl.load(ptr, mask=(s < splits)[:, None], other=float("-inf"), cache_modifier=".cg")
+        weight = gl.convert_layout(gl.exp2(lse - ref[None, :]) * inv[None, :], SliceLayout(1, L))
+        x_next = _load_splits(part_out_ptr, at + GROUP, splits, first_slot, next_slot, slot_step, d0, ROWS, WIDTH, GROUP, L)
+        # weight 0: the split had no key in this row; what it left is not looked at
+        weight = gl.expand_dims(weight, 1)
+        acc += gl.sum(gl.where(weight == 0.0, 0.0, weight * x), 0)
+        x = x_next
+    # A split without keys everywhere leaves acc = 0.
+    LO: gl.constexpr = SliceLayout(0, L)
+    co = _row_of(gl.arange(0, ROWS, SliceLayout(0, LO)))
+    do = d0 + gl.arange(0, WIDTH, SliceLayout(1, LO))
+    token = (first_token + (first_row + co) // HEADS).to(gl.int64)
+    row_ptr = out_ptr + token * out_stride_token + (first_row + co) % HEADS * out_stride_head
+    gl.store(row_ptr[None, :] + do[:, None], acc.to(out_ptr.dtype.element_ty), mask=(co < rows)[None, :])
+    if WRITE_LSE:
+        if d0 == 0:
+            lse_out = gl.where(empty, float("-inf"), (m + gl.log2(gl.where(empty, 1.0, den))) * 0.6931471805599453)
+            token_w = (first_token + (first_row + r) // HEADS).to(gl.int64)
+            gl.store(lse_ptr + token_w * lse_stride + (first_row + r) % HEADS, lse_out, mask=r < rows)
 
 
 @gluon.jit
 def meet(
-    counter_ptr,  # int32 [2], this sequence's and row tile's
+    counter_ptr,  # int32 [1], this sequence's and row tile's
     waits,  # 1 if this block may wait for the others
     part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
     first_slot, next_slot, slot_step, splits, rank, stay, rows, first_token, first_row, HEADS: gl.constexpr,
     ROWS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Called by every block of a sequence once its partial result is stored; the output is complete when all have returned."""
-    role, final = _arrive(counter_ptr, splits, stay, waits)
+    """Called by every block of a sequence once its partial result is stored; the output is complete when all have returned.
+
+    Up to four splits: wide shares, all splits at once; more: narrow shares, MANY splits at a time. The choice depends on the
+    number of splits alone, because it decides in which order they are added.
+    """
+    UNIT: gl.constexpr = 128 * gl.num_warps() // ROWS  # d whose values give a thread four of them
+    MANY: gl.constexpr = 16 if ROWS < 64 else 8  # 64 rows leave little shared memory for the weights
+    role = _arrive(counter_ptr, splits, stay, waits)
     if role != 0:
-        _merge_rows(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                    first_slot, next_slot, slot_step, splits, rank, stay, role, rows, first_token, first_row, HEADS,
-                    ROWS, WRITE_LSE)  # fmt: skip
-    _release(counter_ptr, splits, waits, role, final)
+        begin = 0
+        step = 1
+        if role == 1:
+            begin = rank
+            step = stay
+        if splits <= 4:
+            for d0 in range(begin * (4 * UNIT), 512, step * (4 * UNIT)):
+                _merge(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
+                       first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS, ROWS, WRITE_LSE, 4 * UNIT, 4)  # fmt: skip
+        else:
+            for d0 in range(begin * UNIT, 512, step * UNIT):
+                _merge(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
+                       first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS, ROWS, WRITE_LSE, UNIT, MANY)  # fmt: skip
