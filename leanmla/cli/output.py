@@ -12,7 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..bench.results import check_writable, dump_json, write_json
 
@@ -51,13 +51,13 @@ class Steps:
     def __init__(self, total: int, what: str, progress: Progress | None, console: Console | None) -> None:
         self.total, self.done, self.what = total, 0, what
         self._progress, self._console = progress, console
-        self._task = progress.add_task(what, total=total) if progress else None
+        self._task = progress.add_task("", total=total) if progress else None
         self._start = self._last = time.monotonic()
 
     def now(self, label: str) -> None:
         """Say what is being done."""
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=f"{self.what}: {label}")
+            self._progress.update(self._task, description=label)
         elif self._console is not None and time.monotonic() - self._last >= PLAIN_INTERVAL:
             self._last = time.monotonic()
             elapsed = self._last - self._start
@@ -108,7 +108,9 @@ class Output:
         if not console.is_terminal:
             yield Steps(total, what, None, console)
             return
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn(),
-                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as progress:
+        # What is being done comes last and is cut to what room there is, so that nothing before it moves.
+        now = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        columns = (TextColumn(what), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+                   TimeRemainingColumn(), now)  # fmt: skip
+        with Progress(*columns, console=console, transient=True, expand=True) as progress:
             yield Steps(total, what, progress, None)
