@@ -123,6 +123,8 @@ def _print(out: Output, info, results, shrunk: list[str], seconds: float) -> Non
     ]
     if shrunk:
         caption.append(f"Made smaller to fit this machine: {', '.join(shrunk)}.")
+    if any(r.backend == "reference" for r in results):
+        caption.append("reference is the fp64 definition and slow; leanmla info says why nothing faster runs here.")
     caption.append(f"Took {seconds:.0f} s.")
     table = new_table(f"MLA decode on {info.name}", "case", "cache", "by", f">{unit}", ">GB/s", ">error", ">cost", ">cache MiB")
     last = None
