@@ -23,7 +23,9 @@ class Ceilings:
     launch_us: float | None  #: an empty kernel in a graph; None on a CPU
 
 
-def _best(device: torch.device, calls: Mapping[str, Callable[[], object]], *, repeat: int = 1, seconds: float = 0.4) -> tuple[float, str]:
+def _best(
+    device: torch.device, calls: Mapping[str, Callable[[], object]], *, repeat: int = 1, seconds: float = 0.4
+) -> tuple[float, str]:
     """Shortest median time in microseconds, and whose."""
     timers = {name: make_timer(device, [call] * repeat) for name, call in calls.items()}
     times = interleave(timers, seconds=seconds, min_rounds=3)

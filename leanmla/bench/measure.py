@@ -22,7 +22,15 @@ from .data import Copy, LatentPool, bytes_of, make_copies, pick_sequences, probl
 from .peers import Peer, result_of
 from .timing import Timer, Times, context_lost, interleave, make_timer
 
-__all__ = ["MAX_RELATIVE_ERROR", "PEER_MAX_RELATIVE_ERROR", "Contender", "Measurement", "copies_needed", "measure_case", "plan_for"]
+__all__ = [
+    "MAX_RELATIVE_ERROR",
+    "PEER_MAX_RELATIVE_ERROR",
+    "Contender",
+    "Measurement",
+    "copies_needed",
+    "measure_case",
+    "plan_for",
+]
 
 #: What a kernel of ours may be off from the definition, L2 over the output; besides a bound on every element.
 MAX_RELATIVE_ERROR = 3e-3

@@ -125,7 +125,9 @@ def contenders_for(
     chosen: list[Contender] = []
     for fmt in names:
         chosen += [Contender(fmt, n) for n in own]
-        chosen += [Contender(fmt, peer=p) for p in peers if p.format == fmt and any(p.refusal(c, device) is None for c in cases)]
+        chosen += [
+            Contender(fmt, peer=p) for p in peers if p.format == fmt and any(p.refusal(c, device) is None for c in cases)
+        ]
     return chosen
 
 
@@ -161,7 +163,9 @@ def run_bench(
             run.not_run.append(case.label)
             continue
         try:
-            run.results += measure_case(case, contenders, pool, read_tb_s=run.ceilings.read_tb_s, seconds=seconds, on_step=on_step)
+            run.results += measure_case(
+                case, contenders, pool, read_tb_s=run.ceilings.read_tb_s, seconds=seconds, on_step=on_step
+            )
         except RuntimeError as error:
             run.aborted = f"{case.label}: {str(error).splitlines()[0]}"
             break
@@ -179,6 +183,4 @@ def earlier_times(document: dict) -> dict[tuple[str, str], tuple[float, float]]:
     """
     if not str(document.get("schema", "")).startswith("leanmla-bench/"):
         raise InvalidArgument(f"--compare: expected a result of leanmla bench, got one of {document.get('schema')!r}.")
-    return {
-        (r["case"], r["contender"]): (r["time_us"], r["spread"] or 0.0) for r in document["results"] if r["status"] == "ok"
-    }
+    return {(r["case"], r["contender"]): (r["time_us"], r["spread"] or 0.0) for r in document["results"] if r["status"] == "ok"}

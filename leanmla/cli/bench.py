@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="leave out the cases that no longer fit into S seconds (default: %(default)s)")  # fmt: skip
     parser.add_argument("--commit", metavar="TEXT", help="commit to record where this runs outside a repository")
     parser.add_argument("--compare", metavar="FILE", help="also show time / time in an earlier --json FILE")
-    parser.add_argument("--plot", metavar="DIR", help="draw times, bandwidths, the roofline and speed-ups into this folder (SVG)")
+    parser.add_argument(
+        "--plot", metavar="DIR", help="draw times, bandwidths, the roofline and speed-ups into this folder (SVG)"
+    )
 
 
 def main(args: argparse.Namespace, out: Output) -> int:
@@ -88,7 +90,11 @@ def _print(out: Output, run, before: dict) -> None:
             continue
         first = r.case not in shown
         shown.add(r.case)
-        cells = [r.case if first else "", r.format, r.contender.removesuffix(f" {r.format}") if r.peer else r.backend or r.contender]
+        cells = [
+            r.case if first else "",
+            r.format,
+            r.contender.removesuffix(f" {r.format}") if r.peer else r.backend or r.contender,
+        ]
         if r.status != "ok":
             table.add_row(*cells, r.status.upper(), *[""] * (len(columns) - 4), end_section=_last_of_case(run.results, i))
             continue

@@ -201,7 +201,9 @@ def _print(out: Output, device: str, names: list[str], results: list[CaseResult]
         table.add_section()
         mine = [r for r in results if r.backend == name and not r.refused]
         for title, value in (("worst relative error", lambda r: r.relative_error), ("worst lse error", lambda r: r.lse_error)):
-            worst = (max((value(r) for r in mine if r.format == f and not math.isnan(value(r))), default=math.nan) for f in formats)
+            worst = (
+                max((value(r) for r in mine if r.format == f and not math.isnan(value(r))), default=math.nan) for f in formats
+            )
             table.add_row(title, "", *("" if math.isnan(w) else f"{w:.1e}" for w in worst))
         out.print(table)
         refused = dict.fromkeys(r.refused for r in results if r.backend == name and r.refused)

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", default="8192", help="keys a sequence, one number or a list: 17,4096,1 (default: %(default)s)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens a page (default: %(default)s)")
     parser.add_argument("--format", default="bf16", help="cache format (default: %(default)s)")
-    parser.add_argument("--table", default="block_table", choices=("block_table", "csr", "contiguous"), help="kind of page table")
+    parser.add_argument(
+        "--table", default="block_table", choices=("block_table", "csr", "contiguous"), help="kind of page table"
+    )
     parser.add_argument("--q-dtype", default="bf16", choices=("bf16", "fp16"), help="dtype of the query (default: %(default)s)")
     parser.add_argument("--logit-cap", type=float, default=0.0, help="tanh cap of the logits (default: none)")
     parser.add_argument("--no-causal", action="store_true", help="every row sees all keys")
@@ -120,7 +122,9 @@ def _problem(args: argparse.Namespace, kv_lens: tuple[int, ...], q_lens: tuple[i
     )  # fmt: skip
 
 
-def _plan(backend: Backend, problem: DecodeProblem, info: DeviceInfo, config: LaunchConfig, kv_lens: tuple[int, ...]) -> SplitPlan:
+def _plan(
+    backend: Backend, problem: DecodeProblem, info: DeviceInfo, config: LaunchConfig, kv_lens: tuple[int, ...]
+) -> SplitPlan:
     """The schedule: the backend's own account of it (``host_plan``), or the common planner's with the backend's figures."""
     from ..split_plan import plan_splits
 
@@ -212,7 +216,9 @@ def _print_schedule(out: Output, plan: SplitPlan, own_rules: str | None) -> None
     from ..plots.schedule import timetable
 
     if own_rules:
-        out.print(f"{own_rules} plans on the device by rules of its own; this is the common planner's schedule for as many workers.")
+        out.print(
+            f"{own_rules} plans on the device by rules of its own; this is the common planner's schedule for as many workers."
+        )
     counts = plan.splits_per_seq
     spread = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     keys = [i.num_keys for i in plan.items]

@@ -40,7 +40,9 @@ def main(args: argparse.Namespace, out: Output) -> int:
     for key, value in _facts(facts, info):
         out.print(f"{key:<10} {value}")
 
-    table = new_table(f"Backends for {typical.label} (batch x kv), 16 heads, on {info.name}", "backend", "can run", "why not otherwise")
+    table = new_table(
+        f"Backends for {typical.label} (batch x kv), 16 heads, on {info.name}", "backend", "can run", "why not otherwise"
+    )
     for name in backends.NAMES:
         able = [f for f in FORMATS if reasons[f][name] is None]
         auto = [f for f in able if chosen[f] == name]
@@ -69,5 +71,10 @@ def _facts(facts: dict, info) -> list[tuple[str, str]]:
         driver = (facts.get("nvidia_smi") or {}).get("driver_version")
         rows.append(("gpu", f"{info.name} ({info.arch}), {info.num_sms} multiprocessors, {version}"
                      + (f", driver {driver}" if driver else "")))  # fmt: skip
-    rows.append(("memory", f"{info.total_memory / 2**30:.0f} GiB, last-level cache {facts['device']['last_level_cache'] / 2**20:.0f} MiB"))
+    rows.append(
+        (
+            "memory",
+            f"{info.total_memory / 2**30:.0f} GiB, last-level cache {facts['device']['last_level_cache'] / 2**20:.0f} MiB",
+        )
+    )
     return rows

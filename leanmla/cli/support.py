@@ -61,7 +61,7 @@ def support_table() -> str:
         "|---" * (len(COLUMNS) + 1) + "|",
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
-        "The first backend in a cell is the one `backend=\"auto\"` takes. `reference` (fp64, slow) runs everywhere. Heads 1 to 128, "
+        'The first backend in a cell is the one `backend="auto"` takes. `reference` (fp64, slow) runs everywhere. Heads 1 to 128, '
         "any page size, CSR, block and contiguous tables, ragged q, causal or not, logit cap, lse and fp16 queries everywhere"
         + (", except:" if notes else "."),
     ]
@@ -117,7 +117,9 @@ def main(argv: list[str] | None = None) -> int:
         path.write_text(new, encoding="utf-8")
         return 0
     if new != text:
-        print(f"support: the table in {path} is out of date. Run python -m leanmla.cli.support --write {path}.", file=sys.stderr)
+        print(
+            f"support: the table in {path} is out of date. Run python -m leanmla.cli.support --write {path}.", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -83,7 +83,9 @@ def test_info(capsys, tmp_path):
 
 
 def test_check(capsys, tmp_path):
-    code, document, out = run_json(capsys, tmp_path, "check", "--backend", "reference", "--kind", "plain", "--format", "fp8,mxfp4")
+    code, document, out = run_json(
+        capsys, tmp_path, "check", "--backend", "reference", "--kind", "plain", "--format", "fp8,mxfp4"
+    )
     assert code == 0
     assert_fits(out)
     assert document["ok"] and len(document["results"]) == 8
@@ -172,7 +174,11 @@ def test_contest_hook_passes_arguments_on(capsys, monkeypatch):
 
 
 def test_quiet_prints_nothing(capsys):
-    for argv in (("info",), ("explain", "--device", "cpu"), ("check", "--backend", "reference", "--kind", "plain", "--format", "bf16")):
+    for argv in (
+        ("info",),
+        ("explain", "--device", "cpu"),
+        ("check", "--backend", "reference", "--kind", "plain", "--format", "bf16"),
+    ):
         assert run(capsys, *argv, "--quiet") == (0, "", "")
 
 
@@ -309,7 +315,9 @@ def test_ctrl_c_for_real(tmp_path):
         "sys.exit(leanmla.cli.main(['check', '--backend', 'reference', '--json', sys.argv[1]]))"
     )
     file = tmp_path / "result.json"
-    process = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
     assert process.stdout.readline() == "ready\n"
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
@@ -320,7 +328,9 @@ def test_ctrl_c_for_real(tmp_path):
 
 def test_a_broken_pipe_is_silent():
     command = f"set -o pipefail; {sys.executable} -m leanmla info | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     assert done.stdout.startswith("leanmla") and done.stderr == ""
     assert done.returncode in (0, 141)  # 0 if everything fitted the pipe
 
