@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import platform
 
 import numpy as np
 import torch
@@ -11,8 +12,7 @@ import torch
 from ... import settings
 from ...device import DeviceInfo
 from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
-from ...reference import query_rows
-from ...split_plan import plan_splits
+from .calls import CALL, ITEM, MERGE
 from .workers import Scratch, run_on_workers
 
 __all__ = ["BACKEND", "CpuBackend"]
@@ -21,14 +21,14 @@ __all__ = ["BACKEND", "CpuBackend"]
 TILE = 64
 MAX_ROWS = 128
 
-#: Items a thread in a balanced split, where each can have at least MIN_ITEM_BLOCKS tiles of keys. Threads take items as
-#: they become free, so a thread that shares its core (torch's own threads spin for milliseconds after each operation)
-#: does not hold up the rest.
+#: Items a thread, where each can have at least MIN_ITEM_TILES tiles of keys. Threads take items as they become free, so
+#: one that shares its core with something else does not hold up the rest.
 ITEMS_PER_THREAD = 4
-MIN_ITEM_BLOCKS = 16
+MIN_ITEM_TILES = 8
 
-#: Below this many row-key pairs a call runs on the calling thread alone: waking a thread costs more than it saves.
-MIN_WORK_PER_WORKER = 4096
+#: Row-key pairs that each thread of a call must have, 0.1 ms. Forking costs microseconds on an idle machine, but on a busy
+#: one the wait for a thread that the system has not scheduled costs milliseconds.
+MIN_WORK_PER_WORKER = 8192
 
 
 class Workspace:
@@ -61,7 +61,7 @@ class CpuBackend:
     def why_not(self, problem: DecodeProblem, device: DeviceInfo) -> str | None:
         if device.kind != "cpu":
             return f"runs on a CPU, this device is {device.name}"
-        return _numba_missing()
+        return _cannot_compile()
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
         return Workspace()
@@ -100,7 +100,6 @@ class CpuBackend:
         return HAS_BF16_DOT
 
     def run(self, args: DecodeArgs, workspace: Workspace) -> None:
-        from .calls import CALL
         from .kernels import decode
         from .tiles import FORMAT_CODES
 
@@ -142,53 +141,77 @@ def _address(t: torch.Tensor) -> tuple[int, int, int]:
 
 def _work_items(args: DecodeArgs) -> tuple[np.ndarray, np.ndarray, int, int]:
     """(ITEM records, longest first; MERGE records; partial slots; row-key pairs)."""
-    from .calls import ITEM, MERGE
-
     problem, table = args.problem, args.table
-    kv_lens = table.kv_lens().tolist()
-    queries = query_rows(problem.total_q, problem.batch, args.qo_indptr)
-    longest = max((end - first for first, end in queries), default=0) * problem.num_heads
-    chunks = max(1, -(-longest // MAX_ROWS))
-    threads = max(1, -(-_num_threads() // chunks))
-    blocks = sum(-(-n // TILE) for n in kv_lens)
-    plan = plan_splits(
-        kv_lens,
-        num_workers=threads * min(ITEMS_PER_THREAD, max(1, blocks // (threads * MIN_ITEM_BLOCKS))),
-        granularity=TILE,
-        num_kv_splits=problem.num_kv_splits,
-        split_size=problem.split_size,
-    )
-    page_ids = 0 if table.page_ids is None else table.page_ids.data_ptr()
-    if table.kind == "block_table":
-        starts = [page_ids + 4 * table.page_ids.stride(0) * b for b in range(problem.batch)]
-        first_slots = [0] * problem.batch
+    kv_lens = table.kv_lens().numpy()
+    if args.qo_indptr is None:
+        q_lens = np.full(problem.batch, problem.total_q // max(problem.batch, 1), dtype=np.int64)
     else:
-        indptr = table.kv_indptr.tolist()
-        starts = [page_ids + 4 * n for n in indptr] if table.kind == "csr" else [0] * problem.batch
-        first_slots = [0] * problem.batch if table.kind == "csr" else indptr
+        q_lens = np.diff(args.qo_indptr.numpy()).astype(np.int64)
+    rows = q_lens * problem.num_heads
+    chunks = -(-rows // MAX_ROWS)
+    splits, split_size = _choose_splits(problem, kv_lens, chunks)
 
-    items, merges = [], []
-    slots = work = 0
-    of_seq = [plan.items[n : n + count] for n, count in zip(plan.partial_start, plan.splits_per_seq, strict=True)]
-    for b, (first, end) in enumerate(queries):
-        rows = (end - first) * problem.num_heads
-        work += rows * kv_lens[b]
-        splits = of_seq[b]
-        for row in range(0, rows, MAX_ROWS):
-            row_end = min(row + MAX_ROWS, rows)
-            merge = -1
-            if len(splits) > 1:
-                merge = len(merges)
-                merges.append((first, row, row_end, len(splits), slots + row, rows, len(splits)))
-            for s in splits:
-                items.append(
-                    (first, end - first, kv_lens[b], s.kv_start, s.kv_end, row, row_end, starts[b], first_slots[b],
-                     slots + s.split * rows + row, merge)
-                )  # fmt: skip
-        if len(splits) > 1:
-            slots += len(splits) * rows
-    items.sort(key=lambda i: (i[3] - i[4]) * (i[6] - i[5]))
-    return np.array(items, dtype=ITEM), np.array(merges, dtype=MERGE), slots, work
+    # One entry an item: sequence, split, chunk of rows.
+    per_seq = splits * chunks
+    seq = np.repeat(np.arange(problem.batch), per_seq)
+    nth = np.arange(len(seq)) - np.repeat(_before(per_seq), per_seq)
+    split, chunk = nth % splits[seq], nth // splits[seq]
+    items = np.zeros(len(seq), dtype=ITEM)
+    items["first_query"], items["q_len"], items["kv_len"] = _before(q_lens)[seq], q_lens[seq], kv_lens[seq]
+    items["kv_start"], items["kv_end"] = split_range(kv_lens[seq], splits[seq], split, split_size)
+    items["row_start"] = chunk * MAX_ROWS
+    items["row_end"] = np.minimum(items["row_start"] + MAX_ROWS, rows[seq])
+    if table.kind == "block_table":
+        items["page_ids"] = table.page_ids.data_ptr() + 4 * table.page_ids.stride(0) * seq
+    elif table.kind == "csr":
+        items["page_ids"] = table.page_ids.data_ptr() + 4 * table.kv_indptr.numpy().astype(np.int64)[seq]
+    else:
+        items["first_slot"] = table.kv_indptr.numpy()[seq]
+
+    # Where keys were split, every chunk of rows has a merge, and every split of it a range of partial slots.
+    is_split = splits > 1
+    slots = np.where(is_split, splits * rows, 0)
+    items["partial"] = _before(slots)[seq] + split * rows[seq] + items["row_start"]
+    items["merge"] = np.where(is_split[seq], _before(np.where(is_split, chunks, 0))[seq] + chunk, -1)
+    first = items[is_split[seq] & (split == 0)]
+    first_seq = seq[is_split[seq] & (split == 0)]
+    merges = np.zeros(len(first), dtype=MERGE)
+    for name in ("first_query", "row_start", "row_end", "partial"):
+        merges[name] = first[name]
+    merges["num_splits"] = merges["pending"] = splits[first_seq]
+    merges["split_stride"] = rows[first_seq]
+
+    work = (items["kv_end"] - items["kv_start"]) * (items["row_end"] - items["row_start"])
+    return items[np.argsort(-work, kind="stable")], merges, int(slots.sum()), int(work.sum())
+
+
+def _before(counts: np.ndarray) -> np.ndarray:
+    """Sum of the entries before each."""
+    return np.cumsum(counts) - counts
+
+
+def _choose_splits(problem: DecodeProblem, kv_lens: np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray, int | None]:
+    """(splits of each sequence, keys a split; None: a count was asked for).
+
+    Left free, splits have one size for all sequences: threads take items as they become free, so items need not be
+    equal, only small enough. 512 tiles on two threads: 8 items of 64 tiles.
+    """
+    if problem.num_kv_splits is not None:
+        return np.full(len(kv_lens), problem.num_kv_splits, dtype=np.int64), None
+    split_size = problem.split_size
+    if split_size is None:
+        tiles = int((-(-kv_lens // TILE) * chunks).sum())
+        split_size = TILE * max(MIN_ITEM_TILES, -(-tiles // (_num_threads() * ITEMS_PER_THREAD)))
+    return np.maximum(-(-kv_lens // split_size), 1), split_size
+
+
+def split_range(kv_lens, splits, split, split_size: int | None):
+    """Keys [start, end) of each split, as :mod:`leanmla.split_plan` defines them, for whole arrays."""
+    if split_size is not None:
+        return split * split_size, np.minimum((split + 1) * split_size, kv_lens)
+    tiles = -(-kv_lens // TILE)
+    start, end = (np.minimum(tiles * s // splits * TILE, kv_lens) for s in (split, split + 1))
+    return start, end
 
 
 def _num_threads() -> int:
@@ -203,10 +226,12 @@ def _scratch() -> Scratch:
 
 
 @functools.cache
-def _numba_missing() -> str | None:
-    """Why numba cannot be used, or None. Does not import it."""
+def _cannot_compile() -> str | None:
+    """Why the kernels cannot be compiled here, or None. Does not import numba."""
     if importlib.util.find_spec("numba") is None:
         return "needs numba, which is not installed (pip install numba)"
+    if platform.machine().lower() in ("x86_64", "amd64") and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return "needs a processor with AVX2"
     return None
 
 

@@ -34,7 +34,7 @@ def merge_rows(call, merge, total):
                 partial = load_f(call.partial_out + part * 2048 + j * 64)
                 store_f(total + j * 64, fma(partial, w, load_f(total + j * 64)))
         factor, row_lse = 0.0, -np.inf
-        if not weights == 0.0:  # also when it is NaN
+        if weights != 0.0:  # also when it is NaN
             factor, row_lse = 1.0 / weights, np.float64(top) + np.log(weights)
         query, head = merge.first_query + row // call.num_heads, row % call.num_heads
         store_row(total, factor, call.out + query * call.out_stride + head * call.out_head_stride, call.q_is_fp16)

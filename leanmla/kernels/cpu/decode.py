@@ -4,12 +4,12 @@ A work item is a range of keys of one sequence and at most 128 of its query rows
 Per tile of 64 keys, all in the core's own cache:
 
 1. dequantise the tile once (tiles.py); it serves as keys and as values
-2. logits[key, row] = tile[key, :576] . q[row, :576]      16 keys x 16 rows of accumulators, rows are the lanes
+2. logits[key, row] = tile[key, :576] . q[row, :576]      16 keys (4 without AVX-512) x 16 rows, rows are the lanes
 3. online softmax along keys: rows are the lanes, so no reduction crosses a lane
 4. out[row, :] = out[row, :] * alpha[row] + sum over keys p[key, row] * tile[key, :512]   16 rows x 16 columns
 
-Both products run on the same inner step, `block[i] += a[i] * b`: one vector of b against 16 scalars of a, broadcast from
-memory by the multiply itself. Two forms of it exist, chosen for the whole call:
+Both products run on the same inner step, `block[i] += a[i] * b`: one vector of b against a column of scalars a, broadcast
+from memory by the multiply itself. Two forms of it exist, chosen for the whole call:
 
 * fp32: tile and p are fp32.
 * bf16: tile and p are bf16, two products and fp32 accumulation an instruction (AVX512_BF16). q and the tile are exact
@@ -29,8 +29,30 @@ from .arithmetic import HIGH, LOG2E, capped, exp2_neg, round_bf16, store_row
 from .calls import CALL, ITEM, MERGE
 from .combine import merge_rows
 from .simd import (
-    LANES, add_outer, add_outer_bf16, as_float, as_pointer, fetch_add, from_half, load_block_scaled, load_f, load_i, make_zero_block,
-    maximum, scalar_f, scalar_i, scalar_i64, splat_f, splat_i, store_block, store_f, store_i, store_scalar_f, store_scalar_i, where_less,
+    BLOCK_ROWS,
+    LANES,
+    add_outer,
+    add_outer_bf16,
+    as_float,
+    as_pointer,
+    fetch_add,
+    from_half,
+    load_block_scaled,
+    load_f,
+    load_i,
+    make_zero_block,
+    maximum,
+    scalar_f,
+    scalar_i,
+    scalar_i64,
+    splat_f,
+    splat_i,
+    store_block,
+    store_f,
+    store_i,
+    store_scalar_f,
+    store_scalar_i,
+    where_less,
     where_less_i,
 )  # fmt: skip
 from .tiles import BF16, ROW_BF16, ROW_FP32, TILE, even_spacing, find_tokens, load_tile, prefetch_token, write_e2m1_table
@@ -53,7 +75,7 @@ SCRATCH_BYTES = _ADDRESSES + TILE * 16
 
 MERGE_BYTES = MERGE.itemsize
 
-_zeros_16 = make_zero_block(16)
+_zeros = make_zero_block(BLOCK_ROWS)
 
 
 # -- 1. the query -----------------------------------------------------------------------------------------------------
@@ -94,26 +116,26 @@ def _pack_query(call, item, scratch):
 
 @njit(nogil=True)
 def _logits_bf16(tile, row_stride, num_keys, q, groups, logits, ahead, num_ahead, token_bytes):
-    for key in range(0, num_keys, 16):
+    for key in range(0, num_keys, BLOCK_ROWS):
         for group in range(groups):
-            acc = _zeros_16()
+            acc = _zeros()
             a, b = tile + key * row_stride, q + group * 288 * 64
-            for chunk in range(16):
-                prefetch_token(ahead, key + chunk, num_ahead if group == 0 else 0, token_bytes)
-                for k in range(chunk * 18, (chunk + 1) * 18):
+            for part in range(BLOCK_ROWS):
+                prefetch_token(ahead, key + part, num_ahead if group == 0 else 0, token_bytes)
+                for k in range(part * 288 // BLOCK_ROWS, (part + 1) * 288 // BLOCK_ROWS):
                     acc = add_outer_bf16(acc, a + k * 4, row_stride, load_i(b + k * 64))
             store_block(acc, logits + key * groups * 64 + group * 64, groups * 64)
 
 
 @njit(nogil=True)
 def _logits_fp32(tile, num_keys, q, groups, logits, ahead, num_ahead, token_bytes):
-    for key in range(0, num_keys, 16):
+    for key in range(0, num_keys, BLOCK_ROWS):
         for group in range(groups):
-            acc = _zeros_16()
+            acc = _zeros()
             a, b = tile + key * ROW_FP32, q + group * 576 * 64
-            for chunk in range(16):
-                prefetch_token(ahead, key + chunk, num_ahead if group == 0 else 0, token_bytes)
-                for k in range(chunk * 36, (chunk + 1) * 36):
+            for part in range(BLOCK_ROWS):
+                prefetch_token(ahead, key + part, num_ahead if group == 0 else 0, token_bytes)
+                for k in range(part * 576 // BLOCK_ROWS, (part + 1) * 576 // BLOCK_ROWS):
                     acc = add_outer(acc, a + k * 4, ROW_FP32, load_f(b + k * 64))
             store_block(acc, logits + key * groups * 64 + group * 64, groups * 64)
 
@@ -207,7 +229,7 @@ def _make_values(zeros):
     return values_bf16, values_fp32
 
 
-_values_bf16_16, _values_fp32_16 = _make_values(make_zero_block(16))
+_values_bf16_block, _values_fp32_block = _make_values(_zeros)
 _values_bf16_4, _values_fp32_4 = _make_values(make_zero_block(4))
 _values_bf16_1, _values_fp32_1 = _make_values(make_zero_block(1))
 
@@ -218,16 +240,16 @@ def _accumulate(scratch, tile, row_stride, as_bf16, row_start, row_end, groups, 
     r = row_start
     while r < row_end:
         p, out, alpha = scratch + _LOGITS + r * 4, scratch + _OUT + r * 2048, scratch + _ALPHA + r * 4
-        step = 16 if row_end - r >= 16 else 4 if row_end - r >= 4 else 1
+        step = BLOCK_ROWS if row_end - r >= BLOCK_ROWS else 4 if row_end - r >= 4 else 1
         if as_bf16:
-            if step == 16:
-                _values_bf16_16(p, groups * 64, tile, row_stride, num_keys, out, alpha)
+            if step == BLOCK_ROWS:
+                _values_bf16_block(p, groups * 64, tile, row_stride, num_keys, out, alpha)
             elif step == 4:
                 _values_bf16_4(p, groups * 64, tile, row_stride, num_keys, out, alpha)
             else:
                 _values_bf16_1(p, groups * 64, tile, row_stride, num_keys, out, alpha)
-        elif step == 16:
-            _values_fp32_16(p, groups * 64, tile, num_keys, out, alpha)
+        elif step == BLOCK_ROWS:
+            _values_fp32_block(p, groups * 64, tile, num_keys, out, alpha)
         elif step == 4:
             _values_fp32_4(p, groups * 64, tile, num_keys, out, alpha)
         else:
@@ -246,7 +268,7 @@ def _finish(call, item, scratch):
         weight = scalar_f(scratch + _SUM_BF16 + r * 4) if call.as_bf16 else total
         lse = -np.inf
         factor = 0.0
-        if not total == 0.0:  # also when it is NaN
+        if total != 0.0:  # also when it is NaN
             lse = scalar_f(scratch + _MAX + r * 4) + np.log(np.float64(total))
             factor = call.tensor_scale / np.float64(weight)
         source = scratch + _OUT + r * 2048

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from pathlib import Path
 
 from numba import cfunc, types
 
+from ...errors import BackendUnavailable
 from .decode import work
+from .simd import host_features
 
 __all__ = ["decode"]
 
@@ -21,6 +24,10 @@ def _fingerprint() -> str:
 
 
 def _compile():
+    if platform.machine().lower() in ("x86_64", "amd64") and "f16c" not in host_features():
+        raise BackendUnavailable(
+            "backend='cpu' cannot run: numba is told to compile without F16C. Unset NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."
+        )
     # numba keys its file cache by what a function closes over, and is blind to changes in the modules it calls.
     fingerprint = _fingerprint()
 

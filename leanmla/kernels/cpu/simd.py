@@ -5,17 +5,16 @@ or four NEON registers, so one kernel source serves all of them. Memory is addre
 load or store assumes an alignment. A *block* is a tuple of vectors, the accumulators of a matrix product.
 
 Two operations have a fast form on some machines, chosen while compiling from the features of the host, and a general
-form with the same meaning elsewhere: :data:`lookup16` (AVX-512) and :data:`add_outer_bf16` (AVX512_BF16).
+form with the same meaning elsewhere: :data:`lookup16` (AVX-512, AVX2) and :data:`add_outer_bf16` (AVX512_BF16).
 """
 
 from __future__ import annotations
 
 import operator
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, codegen
 from numba.core import config as numba_config
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
@@ -46,16 +45,20 @@ class _VectorModel(models.PrimitiveModel):
 
 def host_features() -> frozenset[str]:
     """The instruction sets that numba compiles for here; numba's own environment variables may narrow them."""
-    if numba_config.CPU_FEATURES is not None:
-        return frozenset(f[1:] for f in numba_config.CPU_FEATURES.split(",") if f.startswith("+"))
-    if numba_config.CPU_NAME == "generic":
-        return frozenset()
-    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+    features = numba_config.CPU_FEATURES
+    if features is None:
+        features = codegen.get_host_cpu_features()
+    return frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
 
 
 _FEATURES = host_features()
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= _FEATURES
+HAS_AVX2 = "avx2" in _FEATURES
 HAS_BF16_DOT = HAS_AVX512 and "avx512bf16" in _FEATURES
+
+#: Accumulator rows of a block. AVX-512 has registers for 16 vectors and more; a vector takes two registers of 16 with AVX2
+#: (16 rows there: 13.6 ms instead of 7 ms for batch 4, kv 8192, 16 heads on two cores) and four of 32 with NEON.
+BLOCK_ROWS = 16 if HAS_AVX512 else 4
 
 
 # -- emitting LLVM ----------------------------------------------------------------------------------------------------
@@ -117,7 +120,7 @@ def _operator(python_operator, left, right, emit):
     """Give a Python operator its meaning on vectors."""
 
     class _Template(ConcreteTemplate):
-        cases = [signature(left, left, right)]
+        cases = (signature(left, left, right),)
 
     infer_global(python_operator)(_Template)
     lower_builtin(python_operator, left, right)(lambda context, builder, sig, args: emit(builder, *args))
@@ -234,9 +237,28 @@ from_half = _intrinsic(v16f, (v16i,), lambda b, x: b.fpext(b.bitcast(b.trunc(x, 
 to_half = _intrinsic(v16i, (v16f,), lambda b, x: b.zext(b.bitcast(b.fptrunc(x, _V16H), _V16U16), _V16I))
 
 
+_V8I = ir.VectorType(_I32, 8)
+
+
+def _slice8(builder, vector, first):
+    lanes = ir.Constant(_V8I, list(range(first, first + 8)))
+    return builder.shuffle_vector(vector, ir.Constant(_V16I, ir.Undefined), lanes)
+
+
 def _emit_lookup16(builder, table, index):
     if HAS_AVX512:
         return _call(builder, "llvm.x86.avx512.permvar.si.512", _V16I, table, index)
+    if HAS_AVX2:
+        # Eight entries a lookup: look both halves of the table up and choose by bit 3.
+        halves = []
+        for first in (0, 8):
+            part = _slice8(builder, index, first)
+            low, high = (
+                _call(builder, "llvm.x86.avx2.permd", _V8I, _slice8(builder, table, entry), part) for entry in (0, 8)
+            )
+            in_high = builder.trunc(builder.lshr(part, ir.Constant(_V8I, [3] * 8)), ir.VectorType(ir.IntType(1), 8))
+            halves.append(builder.select(in_high, high, low))
+        return builder.shuffle_vector(*halves, ir.Constant(_V16I, list(range(LANES))))
     result = ir.Constant(_V16I, ir.Undefined)
     for lane in range(LANES):
         at = ir.Constant(_I32, lane)

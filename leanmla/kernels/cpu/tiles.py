@@ -16,8 +16,25 @@ from __future__ import annotations
 from numba import njit
 
 from .simd import (
-    any_set, as_float, as_int, broadcast_f, load_i, load_u8, load_u16, lookup16, prefetch, scalar_i, scalar_i64, scalar_u8, splat_f, splat_i, store_f, store_i,
-    store_scalar_i, store_scalar_i64, where_equal_i,
+    any_set,
+    as_float,
+    as_int,
+    broadcast_f,
+    load_i,
+    load_u8,
+    load_u16,
+    lookup16,
+    prefetch,
+    scalar_i,
+    scalar_i64,
+    scalar_u8,
+    splat_f,
+    splat_i,
+    store_f,
+    store_i,
+    store_scalar_i,
+    store_scalar_i64,
+    where_equal_i,
     where_less_i,
 )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Runs a C function on several threads at once.
 
 torch's own OpenMP threads are used where they can be reached. They spin for some milliseconds after every torch
-operation, so a second set of threads would share the cores with them: right after a torch operation, a call of
-4.4 ms on two cores takes 6.0 ms on Python threads. Waking them also costs less. Without them (torch built
-otherwise) Python threads do it; a C function called through ctypes runs without the GIL.
+operation, and a second set of threads would share the cores with them: right after a torch operation, batch 4,
+kv 8192, 16 heads in bf16 takes 3.8 ms on two cores this way and 6.0 ms on Python threads (4.4 ms when torch is idle).
+Where they cannot be reached Python threads do it; a C function called through ctypes runs without the GIL.
 """
 
 from __future__ import annotations
