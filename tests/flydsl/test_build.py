@@ -124,13 +124,18 @@ def test_manifest_and_packing(tmp_path):
     with pytest.raises(InvalidArgument, match="needs 'kv'"):
         kernel.pack(values)
 
-    path = write_manifest([kernel], tmp_path)
+    other = build(problem("mxfp4", 16, 1, batch=8, total_q=8, total_kv=8 * 8192))  # same code, another grid
+    assert other.file == kernel.file and other.grid != kernel.grid
+    path = write_manifest([kernel, other], tmp_path)
     manifest = json.loads(path.read_text())
-    assert [k["name"] for k in manifest["kernels"]] == [k.name for k in kernel.launches]
-    for entry in manifest["kernels"]:
+    first, second = manifest["problems"]
+    assert first["problem"] == kernel.problem and first != second
+    assert [e["name"] for e in first["launches"]] == [k.name for k in kernel.launches]
+    for entry in first["launches"] + second["launches"]:
         assert (tmp_path / entry["file"]).read_bytes()[:4] == b"\x7fELF"
-        assert entry["arguments"] and entry["grid"] and entry["kernarg_bytes"]
-    assert manifest["kernels"][1]["launch_order"] == [k.name for k in kernel.launches]
+        assert entry["grid"] and entry["kernarg_bytes"] and entry["wavefront_size"] == 64
+        assert {*entry["constants"]} < {a["name"] for a in entry["arguments"]}
+    assert len(list(tmp_path.glob("*.hsaco"))) == 3
 
 
 def test_refusals():

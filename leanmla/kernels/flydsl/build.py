@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import struct
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from .spec import (
     COMBINE_ARGS, COMBINE_THREADS, DECODE_ARGS, LDS_LIMIT, NUM_THREADS, PLAN_ARGS, CombineSpec, DecodeSpec, PlanSpec,
 )  # fmt: skip
 from .splits import work_shape
-from .toolchain import FLYDSL_VERSION, compile_launcher, flydsl_missing, resources
+from .toolchain import compile_launcher, flydsl_missing, resources
 
 __all__ = ["TARGETS", "Argument", "BuiltKernel", "build", "write_manifest"]
 
@@ -64,6 +65,11 @@ class BuiltKernel:
         """The kernels of a decode step, in order."""
         return tuple(k for k in (self.plan, self, self.combine) if k is not None)
 
+    @property
+    def file(self) -> str:
+        """A file name for the code object, the same for the same code."""
+        return f"{self.language}_{self.name}_{hashlib.sha256(self.hsaco).hexdigest()[:12]}.hsaco"
+
     def pack(self, values: dict[str, int | float]) -> bytes:
         """The kernarg segment for argument ``values`` (addresses as ints); ``constants`` need not be repeated."""
         values = self.constants | values
@@ -75,24 +81,21 @@ class BuiltKernel:
         return bytes(segment)
 
     def describe(self) -> dict:
-        """The manifest entry: everything but the code."""
+        """This launch as a manifest entry: everything but the code."""
         return {
+            "file": self.file,
             "name": self.name,
             "language": self.language,
             "target": self.target,
-            "file": f"{self.name}.hsaco",
             "grid": list(self.grid),
             "block": list(self.block),
             "lds_bytes": self.lds_bytes,
             "dynamic_lds_bytes": self.dynamic_lds_bytes,
             "wavefront_size": 64,
             "kernarg_bytes": self.kernarg_bytes,
-            "packing": "little-endian, each argument at its offset, the rest zero",
             "arguments": [{"name": a.name, "kind": a.kind, "offset": a.offset, "meaning": a.meaning} for a in self.arguments],
             "constants": self.constants,
             "resources": self.resources,
-            "problem": self.problem,
-            "launch_order": [k.name for k in self.launches],
         }
 
 
@@ -198,24 +201,30 @@ def _built(spec, table, target, threads, grid, problem, constants, plan=None, co
     )  # fmt: skip
 
 
+PACKING = "little-endian; each argument at its offset in a kernarg segment of kernarg_bytes; i64 and ptr 8 bytes, i32 and f32 4"
+
+
 def write_manifest(kernels: list[BuiltKernel], folder: str | Path) -> Path:
-    """Write each kernel's code object and ``manifest.json`` into ``folder``; plan and combine kernels come along.
+    """Write the code objects of some problems and ``manifest.json`` into ``folder``.
+
+    The manifest lists, for each problem, its launches in order with grid, block, LDS and every argument: ``constants`` holds
+    the values that follow from the problem, the rest is the caller's (addresses, strides, sm_scale).
+
+    Args:
+        kernels: what :func:`build` (or ``build_triton``) returned, one a problem.
 
     Returns:
         The path of the manifest.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    by_name: dict[str, BuiltKernel] = {}
     for kernel in kernels:
-        for k in kernel.launches:
-            by_name[k.name] = k
-    for kernel in by_name.values():
-        (folder / f"{kernel.name}.hsaco").write_bytes(kernel.hsaco)
+        for launch in kernel.launches:
+            (folder / launch.file).write_bytes(launch.hsaco)
     manifest = {
         "format": 1,
-        "compiler": f"flydsl {FLYDSL_VERSION}",
-        "kernels": [k.describe() for k in by_name.values()],
+        "packing": PACKING,
+        "problems": [{"problem": k.problem, "launches": [launch.describe() for launch in k.launches]} for k in kernels],
     }
     path = folder / "manifest.json"
     path.write_text(json.dumps(manifest, indent=2) + "\n")

@@ -1,0 +1,176 @@
+"""Build the portable Triton kernels for gfx950 into the same printable values as the FlyDSL ones: no GPU, no ROCm.
+
+Triton compiles per combination of compile-time arguments; those come from the backend itself (``decode_constants``), so what is built
+here is what the backend would run on that device.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ...device import DeviceInfo, triton_missing
+from ...errors import BackendUnavailable, InvalidArgument
+from ...problem import DecodeProblem
+from ...split_plan import CHUNK_CANDIDATES
+from .build import TARGETS, BuiltKernel, lay_out
+from .spec import LDS_LIMIT
+from .splits import MI355X_COMPUTE_UNITS
+from .toolchain import resources
+
+__all__ = ["build_triton"]
+
+#: The card a build is for.
+MI355X = DeviceInfo("hip", "AMD Instinct MI355X", "gfx950", MI355X_COMPUTE_UNITS, LDS_LIMIT, 288 << 30)
+
+_INT32_POINTERS = (
+    "splits_ptr", "first_ptr", "item_seq_ptr", "num_items_ptr", "factors_ptr", "page_ids_ptr", "kv_indptr_ptr", "kv_last_ptr",
+    "seqlens_ptr", "qo_indptr_ptr",
+)  # fmt: skip
+#: Strides that pass 2**31 in large caches.
+_LONG = ("stride_page", "stride_scale_page")
+#: Pointers whose rows are read or written 16 bytes at a time: the launcher has to pass aligned addresses.
+_ALIGNED = ("out_ptr", "partial_out_ptr", "q_ptr", "data_ptr")
+
+
+def _argument_type(name: str, problem: DecodeProblem) -> str:
+    if name in _INT32_POINTERS:
+        return "*i32"
+    if name.endswith("_ptr"):
+        return {
+            "q_ptr": f"*{problem.q_dtype}", "out_ptr": f"*{problem.q_dtype}",
+            "data_ptr": "*bf16" if problem.format == "bf16" else "*u8",
+            "scale_ptr": "*u8" if problem.format == "mxfp4" else "*fp32",
+        }.get(name, "*fp32")  # fmt: skip
+    if name in ("sm_scale", "logit_cap"):
+        return "fp32"
+    return "i64" if name in _LONG else "i32"
+
+
+#: What each argument is; the shapes of scratch follow from ``constants`` and the grid.
+_MEANINGS = {
+    "out_ptr": "address of out [total_q, num_heads, 512] in q's dtype, multiple of 16",
+    "lse_ptr": "address of lse fp32 [total_q, num_heads], natural log; unused unless the problem returns it",
+    "partial_out_ptr": "address of fp32 [grid blocks, rows a block, 512], multiple of 16",
+    "partial_lse_ptr": "address of fp32 [grid blocks, rows a block], base 2",
+    "splits_ptr": "address of int32 [batch], scratch: splits of each sequence",
+    "first_ptr": "address of int32 [batch], scratch: first item of each sequence",
+    "item_seq_ptr": "address of int32 [grid blocks], scratch: sequence of each item",
+    "num_items_ptr": "address of int32 [1], scratch: items in all",
+    "factors_ptr": "address of int32 [32]: the planner's chunk candidates in sixteenths (split_plan.CHUNK_CANDIDATES), then 0",
+    "q_ptr": "address of q [total_q, num_heads, 576], multiple of 16",
+    "data_ptr": "address of the cache data [pages, page_size, bytes of a token], multiple of 16",
+    "scale_ptr": "address of: fp8 fp32 [1]; mxfp4 E8M0 bytes [pages, page_size, 18]; otherwise any",
+    "page_ids_ptr": "address of int32 page ids: csr [n], block_table [batch, width]",
+    "kv_indptr_ptr": "address of int32 [batch+1]: csr pages, contiguous tokens",
+    "kv_last_ptr": "address of int32 [batch]: csr, keys in each sequence's last page",
+    "seqlens_ptr": "address of int32 [batch]: block_table, keys of each sequence",
+    "qo_indptr_ptr": "address of int32 [batch+1] query row offsets; unused if uniform",
+    "batch": "sequences",
+    "num_workers": "items that run at the same time",
+    "num_splits": "splits of every sequence, if fixed",
+    "split_size": "keys of a split, if fixed",
+    "q_len": "query rows a sequence if uniform",
+    "sm_scale": "factor on the logits",
+    "logit_cap": "cap on the logits; read only by kernels built with one",
+    "stride_q_token": "elements between query rows",
+    "stride_q_head": "elements between heads of q",
+    "stride_out_token": "elements between rows of out",
+    "stride_out_head": "elements between heads of out",
+    "stride_lse_token": "elements between rows of lse",
+    "stride_page": "units of 16 bytes between pages of the cache (between tokens if contiguous)",
+    "stride_scale_page": "mxfp4: bytes between pages of the scales",
+    "stride_table": "block_table: page ids between rows of the table",
+    "row_groups": "num_heads * most query rows of a sequence",
+}
+
+_KINDS = {"fp32": "f32", "i32": "i32", "i64": "i64"}
+
+
+def _compile(kernel, constants: dict, problem: DecodeProblem, target: str, num_warps: int):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {n: "constexpr" if n in constants else _argument_type(n, problem) for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in _ALIGNED}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options={"num_warps": num_warps, "num_stages": 1})
+    return compiled, [(n, t) for n, t in signature.items() if t != "constexpr"]
+
+
+def _built(kernel, name, constants, problem, target, num_warps, grid, values, plan=None, combine=None) -> BuiltKernel:
+    compiled, runtime = _compile(kernel, constants, problem, target, num_warps)
+    table = [(n, "ptr" if t.startswith("*") else _KINDS[t], _MEANINGS[n]) for n, t in runtime]
+    # Two pointers of Triton's own follow; kernels without scratch do not read them.
+    table += [("global_scratch", "ptr", "0"), ("profile_scratch", "ptr", "0")]
+    arguments, size = lay_out(tuple(table))
+    isa = compiled.asm["amdgcn"]
+    used = resources(isa)
+    size = max(size, used["kernarg_bytes"])
+    shared = compiled.metadata.shared
+    if shared > LDS_LIMIT:
+        raise BackendUnavailable(f"Triton kernel {name} needs {shared} bytes of LDS for {problem}, {target} has {LDS_LIMIT}.")
+    symbol = re.search(r"\.amdhsa_kernel\s+(\S+)", isa)
+    assert symbol is not None
+    return BuiltKernel(
+        name=symbol[1], language="triton", target=target, grid=(grid, 1, 1), block=(64 * num_warps, 1, 1), lds_bytes=shared,
+        dynamic_lds_bytes=shared, arguments=arguments, kernarg_bytes=size, problem=str(problem),
+        constants=values | {"global_scratch": 0, "profile_scratch": 0}, resources=used | {"lds_bytes": shared},
+        hsaco=compiled.asm["hsaco"], isa=isa, plan=plan, combine=combine,
+    )  # fmt: skip
+
+
+def build_triton(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
+    """Compile the Triton kernels that run ``problem`` on ``target``, on any machine with triton installed.
+
+    Addresses of q, out, the cache and the partial results have to be multiples of 16. The scratch arguments are those of
+    ``leanmla.kernels.triton.backend.Workspace``; ``factors_ptr`` points to split_plan.CHUNK_CANDIDATES and a 0, int32 [32].
+
+    Raises:
+        InvalidArgument: another target. BackendUnavailable: triton is missing, or a kernel does not fit the target.
+    """
+    if target not in TARGETS:
+        raise InvalidArgument(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
+    if triton_missing():
+        raise BackendUnavailable(f"cannot build Triton kernels for {problem}: {triton_missing()}.")
+    from ..launch_configs import combine_config, decode_config
+    from ..triton.backend import _PLAN_CHUNK, decode_constants, max_items
+    from ..triton.combine import combine_kernel
+    from ..triton.decode import decode_kernel
+    from ..triton.plan import plan_kernel
+
+    assert len(CHUNK_CANDIDATES) == 31
+    config = decode_config(problem, MI355X)
+    constants = decode_constants(problem, config, MI355X)
+    workers = config.num_workers(MI355X)
+    items = max_items(problem, config.block_kv, workers)
+    q_len = problem.total_q // max(1, problem.batch)
+    shared_values = {
+        "batch": problem.batch, "num_workers": workers, "num_splits": problem.num_kv_splits or 1,
+        "split_size": problem.split_size or 1, "q_len": q_len, "logit_cap": problem.logit_cap,
+    }  # fmt: skip
+
+    def values_of(kernel, names: dict) -> dict:
+        return {n: v for n, v in names.items() if n in kernel.arg_names}
+
+    plan = combine = None
+    if constants["PLAN"] == "table":
+        plan_constants = {
+            "TABLE": problem.table_kind, "PAGE_SIZE": problem.page_size, "GRANULARITY": config.block_kv,
+            "FIXED_SIZE": constants["FIXED_SIZE"], "CHUNK": _PLAN_CHUNK,
+        }  # fmt: skip
+        plan = _built(plan_kernel, "plan_kernel", plan_constants, problem, target, 8, 1, values_of(plan_kernel, shared_values))
+    if problem.num_kv_splits != 1:
+        merge = combine_config(problem, MI355X)
+        groups = problem.num_heads * problem.max_q_len
+        merge_constants = {
+            "H": problem.num_heads, "R": config.rows, "ROW_TILES": config.row_tiles, "RAGGED_Q": problem.ragged_q,
+            "WRITE_LSE": problem.return_lse, "PLAN": constants["PLAN"], "PARTS": merge.parts, "COLS": merge.cols, "PDL": False,
+        }  # fmt: skip
+        grid = problem.batch * groups * (512 // merge.cols)
+        values = values_of(combine_kernel, shared_values | {"row_groups": groups})
+        combine = _built(combine_kernel, "combine_kernel", merge_constants, problem, target, merge.num_warps, grid, values)
+    return _built(
+        decode_kernel, "decode_kernel", constants, problem, target, config.num_warps, items * config.row_tiles,
+        values_of(decode_kernel, shared_values), plan, combine,
+    )  # fmt: skip
