@@ -19,7 +19,13 @@ from ._fp16 import decode_fp16
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 _SCHEDULE_INTS = 8  # width of a row of the original's tile_scheduler_metadata
-_THEIR_NAMES = {"data": "k_cache", "cache": "k_cache", "table": "block_table", "sm_scale": "softmax_scale", "page": "block_table"}
+_THEIR_NAMES = {
+    "data": "k_cache",
+    "cache": "k_cache",
+    "table": "block_table",
+    "sm_scale": "softmax_scale",
+    "page": "block_table",
+}
 
 
 @dataclass
@@ -154,7 +160,9 @@ def _check_cache(k_cache: torch.Tensor, is_fp8: bool) -> None:
             f"k_cache: with is_fp8_kvcache a row has 656 bytes, got {k_cache.dtype} {list(k_cache.shape)}. Quantise with format 'fp8_tile128'."
         )
     if not is_fp8 and one_byte:
-        raise InvalidDtype(f"is_fp8_kvcache: k_cache is {k_cache.dtype}, expected bfloat16 or float16. Pass is_fp8_kvcache=True.")
+        raise InvalidDtype(
+            f"is_fp8_kvcache: k_cache is {k_cache.dtype}, expected bfloat16 or float16. Pass is_fp8_kvcache=True."
+        )
     if not is_fp8 and k_cache.dtype not in (torch.bfloat16, torch.float16):
         raise InvalidDtype(f"k_cache: expected bfloat16 or float16, got {k_cache.dtype}.")
 
@@ -198,7 +206,12 @@ def _sparse(
     k_cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None, batch: int, s_q: int
 ) -> tuple[torch.Tensor, PageTable]:
     """Every query row as a sequence of its own over pages of one token."""
-    if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (batch, s_q):
+    if (
+        not isinstance(indices, torch.Tensor)
+        or indices.dtype != torch.int32
+        or indices.ndim != 3
+        or indices.shape[:2] != (batch, s_q)
+    ):
         got = f"{indices.dtype} {list(indices.shape)}" if isinstance(indices, torch.Tensor) else type(indices).__name__
         raise InvalidArgument(f"indices: expected int32 [{batch}, {s_q}, topk], got {got}.")
     keep = indices >= 0

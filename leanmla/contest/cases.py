@@ -93,10 +93,14 @@ def parse_cases(text: str, secret: int | None = None) -> list[Case]:
         for part in line.split(";"):
             match = _PART.fullmatch(part)
             if match is None:
-                raise InvalidArgument(f"cases line {number}: expected 'name: integer' parts joined by ';', got {part!r} in {line!r}.")
+                raise InvalidArgument(
+                    f"cases line {number}: expected 'name: integer' parts joined by ';', got {part!r} in {line!r}."
+                )
             name, value = match[1], int(match[2])
             if name not in _FIELDS:
-                raise InvalidArgument(f"cases line {number}: expected names among {', '.join(_FIELDS)}, got {name!r} in {line!r}.")
+                raise InvalidArgument(
+                    f"cases line {number}: expected names among {', '.join(_FIELDS)}, got {name!r} in {line!r}."
+                )
             if name != "seed" and value < 1:
                 raise InvalidArgument(f"cases line {number}: {name} must be positive, got {value} in {line!r}.")
             values[name] = value

@@ -28,13 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("mode", choices=popcorn.MODES, help="test checks; benchmark times; leaderboard times on fresh inputs")
     parser.add_argument("submission", type=Path, metavar="SUBMISSION.py", help="a file with custom_kernel(data)")
-    parser.add_argument("--cases", type=Path, metavar="FILE", help="lines like 'batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 4220'")
+    parser.add_argument(
+        "--cases", type=Path, metavar="FILE", help="lines like 'batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 4220'"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--small", action="store_true", help="divide kv lengths by 16: for a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("--quiet", action="store_true", help="one line of result, nothing of what the submission prints")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="limit on one call (default: 300)")
-    parser.add_argument("--seconds", type=float, metavar="SECONDS", help="limit on one case's timed calls (default: 10 on a CPU, 20 on a GPU)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="SECONDS", help="limit on one case's timed calls (default: 10 on a CPU, 20 on a GPU)"
+    )
     parser.add_argument("--strict", action="store_true", help="fail submissions that keep what they made from q by its address")
 
 

@@ -3,7 +3,7 @@
 :func:`enable` does three things, for the rest of the process:
 
 1. A ``TorchFunctionMode`` sees every torch function and tensor method before it runs and turns "cuda" devices among the
-   arguments into the CPU: factories (``torch.arange(..., device="cuda")``), ``tensor.to("cuda")``, ``tensor.cuda()``,
+   arguments into the CPU, and ``torch.device("cuda")`` itself: factories (``torch.arange(..., device="cuda")``), ``tensor.to("cuda")``, ``tensor.cuda()``,
    ``new_empty(..., device=...)``, also inside ``with torch.device("cuda")`` and after ``torch.set_default_device``. Pinned
    memory becomes ordinary memory.
 2. ``torch.Generator``, which such a mode does not see, is replaced by one that takes "cuda" for the CPU.
@@ -41,6 +41,8 @@ def _is_cuda(x: object) -> bool:
 class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.device and args and _is_cuda(args[0]):
+            return _CPU
         name = getattr(func, "__name__", "")
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             return args[0]

@@ -51,7 +51,9 @@ def secret_seed() -> int | None:
         raise InvalidArgument(f"POPCORN_SEED: expected an integer, got {text!r}.") from None
 
 
-def run(mode: str, cases_file: str | Path | None, submission: str | Path, *, device: str, cases: list[Case] | None = None) -> int:
+def run(
+    mode: str, cases_file: str | Path | None, submission: str | Path, *, device: str, cases: list[Case] | None = None
+) -> int:
     """Run a submission, speaking the protocol.
 
     Args:
@@ -66,17 +68,21 @@ def run(mode: str, cases_file: str | Path | None, submission: str | Path, *, dev
     number = os.environ.get("POPCORN_FD", "")
     if not number:
         return NO_FD
-    if mode not in MODES:
-        print(f"mode: expected one of {', '.join(MODES)}, got {mode!r}.", file=sys.stderr)
-        return USAGE
     try:
-        secret = secret_seed()
         file = os.fdopen(int(number), "w", encoding="utf-8")
-    except (InvalidArgument, ValueError, OSError) as error:
-        print(f"cannot speak the contest's protocol: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"POPCORN_FD: {error}", file=sys.stderr)
         return USAGE
     os.set_inheritable(file.fileno(), False)
     with file:
+        if mode not in MODES:
+            print(f"mode: expected one of {', '.join(MODES)}, got {mode!r}.", file=sys.stderr)
+            return USAGE
+        try:
+            secret = secret_seed()
+        except InvalidArgument as error:
+            print(error, file=sys.stderr)
+            return USAGE
         if cases_file is not None:
             try:
                 cases = read_cases(cases_file, secret)

@@ -93,7 +93,15 @@ def cases(count):
         lens = [rng.choice([0, 1, 15, 16, 17, rng.randrange(3000), rng.randrange(200)]) for _ in range(batch)]
         uniform = rng.random() < 0.5
         q = [rng.choice([1, 2, 4])] * batch if uniform else [rng.randrange(0, 5) for _ in range(batch)]
-        yield lens, q, uniform, rng.choice([1, 16, 64]), rng.choice([16, 64, 128]), rng.choice([-1, 1, 2, 3, 8]), rng.choice([1, 2, 13, 304])
+        yield (
+            lens,
+            q,
+            uniform,
+            rng.choice([1, 16, 64]),
+            rng.choice([16, 64, 128]),
+            rng.choice([-1, 1, 2, 3, 8]),
+            rng.choice([1, 2, 13, 304]),
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -132,7 +140,10 @@ def test_default_mode_cuts_evenly_within_a_sequence():
 
 def test_pointers_are_those_of_the_tensors():
     meta = make([100], [1], mode="fast")
-    assert meta["work_metadata_ptrs"].view(torch.int64).tolist() == [meta["work_indptr"].data_ptr(), meta["work_info_set"].data_ptr()]
+    assert meta["work_metadata_ptrs"].view(torch.int64).tolist() == [
+        meta["work_indptr"].data_ptr(),
+        meta["work_info_set"].data_ptr(),
+    ]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -169,7 +180,17 @@ def test_refusals_name_the_argument():
     qo, kv, last = offsets([1, 1]), offsets([100, 100]), torch.ones(2, dtype=torch.int32)
 
     def call(exception, text, *, head=(16, 1, True), **changes):
-        tensors = [meta[n] for n in ("work_metadata_ptrs", "work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map", "reduce_partial_map")]
+        tensors = [
+            meta[n]
+            for n in (
+                "work_metadata_ptrs",
+                "work_info_set",
+                "work_indptr",
+                "reduce_indptr",
+                "reduce_final_map",
+                "reduce_partial_map",
+            )
+        ]
         tensors = [changes.pop(n, t) for n, t in zip(("a", "info", "b", "c", "d", "e"), tensors)]
         with pytest.raises(exception, match=text):
             aiter.get_mla_metadata_v1(changes.pop("qo", qo), kv, last, *head, *tensors, **changes)

@@ -31,7 +31,9 @@ def test_metadata_forms():
     assert [t.shape for t in get_mla_metadata(lens, 16, 1, 128, True, 64)] == [tiles.shape, splits.shape]
     new, none = get_mla_metadata()
     assert isinstance(new, flash_mla.FlashMLASchedMeta) and none is None
-    results = [flash_mla_with_kvcache(**dense(tile_scheduler_metadata=t, num_splits=s)) for t, s in ((tiles, splits), (new, None))]
+    results = [
+        flash_mla_with_kvcache(**dense(tile_scheduler_metadata=t, num_splits=s)) for t, s in ((tiles, splits), (new, None))
+    ]
     assert torch.equal(results[0][0], results[1][0])
 
 
@@ -63,7 +65,9 @@ def test_sparse(kind):
             both = torch.full((blocks, 2, page, 1, 576), torch.nan, dtype=cache.dtype)
             both[:, 1] = cache
             cache = both[:, 1]
-    out, lse = flash_mla_with_kvcache(q, cache, None, None, 512, get_mla_metadata()[0], is_fp8_kvcache=kind == "fp8", indices=indices)
+    out, lse = flash_mla_with_kvcache(
+        q, cache, None, None, 512, get_mla_metadata()[0], is_fp8_kvcache=kind == "fp8", indices=indices
+    )
     for b in range(batch):
         for i in range(s_q):
             keys = values[rows_for(indices[b, i], page)]
@@ -88,7 +92,9 @@ def test_sparse_over_all_keys_equals_dense():
 
 def test_topk_length():
     a = dense()
-    indices = torch.randperm(96, generator=torch.Generator().manual_seed(2))[:40].view(1, 1, 40).expand(2, 2, 40).int().contiguous()
+    indices = (
+        torch.randperm(96, generator=torch.Generator().manual_seed(2))[:40].view(1, 1, 40).expand(2, 2, 40).int().contiguous()
+    )
     short = flash_mla_with_kvcache(
         a["q"], a["k_cache"], None, None, 512, None, indices=indices, topk_length=torch.tensor([7, 0], dtype=torch.int32)
     )
@@ -137,4 +143,9 @@ def test_refusals_name_the_argument():
     refused(InvalidArgument, "^softmax_scale: expected a finite number", softmax_scale=float("nan"))
     bad = torch.tensor([[4, 9, 3], [2, 5, 1]], dtype=torch.int32)
     refused(InvalidArgument, "block_table ids: expected 0..5", block_table=bad)
-    refused(InvalidArgument, "block_table ids: expected 0..5", block_table=bad, k_cache=torch.zeros(6, 16, 1, 576, dtype=torch.float16))
+    refused(
+        InvalidArgument,
+        "block_table ids: expected 0..5",
+        block_table=bad,
+        k_cache=torch.zeros(6, 16, 1, 576, dtype=torch.float16),
+    )

@@ -47,9 +47,7 @@ class Batch:
             torch.nn.functional.pad(used.cumsum(0), (1, 0)).int(), ids, (p["kv_len_arr"] - (used - 1) * p["page_size"]).int(),
             page_size=p["page_size"],
         )  # fmt: skip
-        return mla_decode_reference(
-            self.q, cache, table, sm_scale=p["sm_scale"], qo_indptr=p["qo_indptr"], causal=p["causal"]
-        )
+        return mla_decode_reference(self.q, cache, table, sm_scale=p["sm_scale"], qo_indptr=p["qo_indptr"], causal=p["causal"])
 
 
 def wrapper(**options):
@@ -109,13 +107,20 @@ def test_out_and_lse_are_written_in_place():
 
 def test_graph_buffers_keep_their_addresses_and_follow_plans():
     batch = Batch()
-    buffers = [torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)]
+    buffers = [
+        torch.zeros(3, dtype=torch.int32),
+        torch.zeros(3, dtype=torch.int32),
+        torch.zeros(9, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+    ]
     w = wrapper(use_cuda_graph=True, qo_indptr=buffers[0], kv_indptr=buffers[1], kv_indices=buffers[2], kv_len_arr=buffers[3])
     w.plan(**batch.plan)
     addresses = [t.data_ptr() for t in (w._qo, w._indptr, w._indices, w._last)]
     assert buffers[0].tolist() == [0, 1, 4] and buffers[2].tolist()[:5] == [6, 1, 4, 0, 3] and buffers[3].tolist() == [20, 9]
     for lens, pages in ((ints(20, 9), ints(0, 3, 5)), (ints(24, 33), ints(0, 3, 8)), (ints(0, 8), ints(0, 3, 4))):
-        batch.plan.update(kv_len_arr=lens, kv_indptr=pages, kv_indices=torch.randperm(8, generator=torch.Generator().manual_seed(3)).int())
+        batch.plan.update(
+            kv_len_arr=lens, kv_indptr=pages, kv_indices=torch.randperm(8, generator=torch.Generator().manual_seed(3)).int()
+        )
         w.plan(**batch.plan)
         assert [t.data_ptr() for t in (w._qo, w._indptr, w._indices, w._last)] == addresses
         out = batch.run(w)

@@ -26,7 +26,9 @@ FLASHINFER_GRID = list(
 )
 AITER_GRID = list(
     itertools.product(
-        (21, 64, 256, 512, 1200, 3200, 5200, 8192), (1, 3, 5, 16, 32, 64, 128, 256), ((16, 1), (16, 2), (16, 4), (128, 1), (128, 2))
+        (21, 64, 256, 512, 1200, 3200, 5200, 8192),
+        (1, 3, 5, 16, 32, 64, 128, 256),
+        ((16, 1), (16, 2), (16, 4), (128, 1), (128, 2)),
     )
 )
 
@@ -58,8 +60,9 @@ def check_flash_mla(batch, s_q, kv_len, heads, *, device="cpu", varlen=True, zer
     width = -(-int(lens.max()) // page) + 2
     blocks = batch * width
     order = torch.randperm(blocks, generator=g).view(batch, width).int()
-    latent = (torch.randn(blocks, page, 576, generator=g) / 10).clamp(-1, 1)
-    q = (torch.randn(batch, s_q, heads, 576, generator=g) / 10).clamp(-1, 1).to(dtype)
+    on = torch.Generator(device=device).manual_seed(seed)
+    latent = (torch.randn(blocks, page, 576, generator=on, device=device) / 10).clamp(-1, 1)
+    q = (torch.randn(batch, s_q, heads, 576, generator=on, device=device) / 10).clamp(-1, 1).to(dtype)
     # NaN wherever no key is, absurd ids wherever no block is.
     unused = torch.ones(blocks, page, dtype=torch.bool)
     table = torch.full((batch, width), UNUSED, dtype=torch.int32)
@@ -68,15 +71,14 @@ def check_flash_mla(batch, s_q, kv_len, heads, *, device="cpu", varlen=True, zer
         table[b, :n] = order[b, :n]
         for k in range(n):
             unused[order[b, k], : min(page, int(lens[b]) - k * page)] = False
+    unused = unused.to(device)
     if fp8:
         cache = FP8Tile128().quantize(latent.flatten(0, 1)).data.view(blocks, page, 656)
         cache[unused] = 0x7F
-        reference = LatentCache.from_tensors(cache, format="fp8_tile128", page_size=page)
     else:
         cache = latent.to(dtype)
         cache[unused] = torch.nan
-        reference = cache if dtype == torch.float16 else LatentCache.from_tensors(cache, format="bf16", page_size=page)
-    cache, q, table, seqlens = (t.to(device) for t in (cache, q, table, lens.int()))
+    table, seqlens = table.to(device), lens.int().to(device)
     metadata = get_mla_metadata(seqlens, s_q * heads, 1) if old_metadata else get_mla_metadata()
     out, lse = flash_mla_with_kvcache(
         q, cache.unsqueeze(2), table, seqlens, 512, *metadata, causal=causal, is_fp8_kvcache=fp8,
@@ -84,9 +86,9 @@ def check_flash_mla(batch, s_q, kv_len, heads, *, device="cpu", varlen=True, zer
     assert out.shape == (batch, s_q, heads, 512) and out.dtype == dtype
     assert lse.shape == (batch, heads, s_q) and lse.dtype == torch.float32
     if dtype == torch.float16:
-        want, want_lse = _fp16_reference(q, reference.to(device), table, seqlens, causal)
+        want, want_lse = _fp16_reference(q, cache, table, seqlens, causal)
     else:
-        reference = LatentCache.from_tensors(cache, format=reference.format.name, page_size=page)
+        reference = LatentCache.from_tensors(cache, format="fp8_tile128" if fp8 else "bf16", page_size=page)
         want, want_lse = mla_decode_reference(
             q.flatten(0, 1), reference, PageTable.from_block_table(table, seqlens, page_size=page), sm_scale=SM, causal=causal
         )
@@ -118,9 +120,10 @@ def check_flashinfer(batch, kv_len, q_len, page, causal, *, device="cpu", split_
     """Uniform lengths, fp16, tolerance 1e-3 relative and absolute, lse too."""
     g = torch.Generator().manual_seed(seed)
     heads, pages = 16, -(-kv_len // page)
-    q_nope = torch.randn(batch * q_len, heads, 512, generator=g).to(dtype).to(device)
-    q_pe = torch.randn(batch * q_len, heads, 64, generator=g).to(dtype).to(device)
-    latent = torch.randn(max(batch * pages, 1), page, 576, generator=g).to(dtype).to(device)
+    on = torch.Generator(device=device).manual_seed(seed)
+    q_nope = torch.randn(batch * q_len, heads, 512, generator=on, device=device).to(dtype)
+    q_pe = torch.randn(batch * q_len, heads, 64, generator=on, device=device).to(dtype)
+    latent = torch.randn(max(batch * pages, 1), page, 576, generator=on, device=device).to(dtype)
     ckv, kpe = latent[..., :512], latent[..., 512:]
     if split_buffers:
         ckv, kpe = ckv.contiguous(), kpe.contiguous()
@@ -162,7 +165,10 @@ def check_aiter(ctx, batch, heads, q_len, fp8, *, mode=None, device="cpu", page=
     ids = torch.randperm(total, generator=g).int().to(device)
     query, buffer, scales = q, latent, {}
     if fp8:
-        scales = {"q_scale": (q.abs().amax().float() / 448).reshape(1), "kv_scale": (latent.abs().amax().float() / 448).reshape(1)}
+        scales = {
+            "q_scale": (q.abs().amax().float() / 448).reshape(1),
+            "kv_scale": (latent.abs().amax().float() / 448).reshape(1),
+        }
         query = (q.float() / scales["q_scale"]).to(torch.float8_e4m3fn)
         buffer = (latent.float() / scales["kv_scale"]).to(torch.float8_e4m3fn)
     metadata = {}
@@ -181,7 +187,9 @@ def check_aiter(ctx, batch, heads, q_len, fp8, *, mode=None, device="cpu", page=
             "reduce_partial_map": rpm, "intra_batch_mode": mode == "intra",
         }  # fmt: skip
     o = torch.full((batch * q_len, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
-    _, lse = mla_decode_fwd(query, buffer, o, qo, kv, ids, last, q_len, page_size=page, sm_scale=SM, return_lse=True, **scales, **metadata)
+    _, lse = mla_decode_fwd(
+        query, buffer, o, qo, kv, ids, last, q_len, page_size=page, sm_scale=SM, return_lse=True, **scales, **metadata
+    )
     want, want_lse = mla_decode_reference(
         q, LatentCache.from_tensors(latent, format="bf16", page_size=page), PageTable.from_csr(kv, ids, last, page_size=page),
         sm_scale=SM, qo_indptr=qo,
@@ -199,7 +207,9 @@ def test_flash_mla_grid(batch, s_q, kv_len, heads):
     check_flash_mla(batch, s_q, kv_len, heads, old_metadata=heads != 3, causal=heads != 64)
 
 
-@pytest.mark.parametrize("options", [{"fp8": True}, {"dtype": torch.float16}, {"page": 16}, {"varlen": False, "zero": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"fp8": True}, {"dtype": torch.float16}, {"page": 16}, {"varlen": False, "zero": False}], ids=str
+)
 def test_flash_mla_grid_options(options):
     check_flash_mla(3, 2, 140, 9, **options)
 
@@ -213,6 +223,9 @@ def test_flashinfer_grid(kv_len, q_len, page):
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("ctx, batch, heads, q_len, mode", [(21, 3, 16, 4, None), (64, 5, 16, 1, "fast"), (256, 3, 16, 2, "intra"), (512, 1, 128, 1, "default")])
+@pytest.mark.parametrize(
+    "ctx, batch, heads, q_len, mode",
+    [(21, 3, 16, 4, None), (64, 5, 16, 1, "fast"), (256, 3, 16, 2, "intra"), (512, 1, 128, 1, "default")],
+)
 def test_aiter_grid(ctx, batch, heads, q_len, mode, fp8):
     check_aiter(ctx, batch, heads, q_len, fp8, mode=mode, varlen=heads == 16, page=16 if heads == 128 else 1)

@@ -8,7 +8,9 @@ from leanmla.errors import InvalidArgument
 
 
 def test_lines_become_cases_and_keep_their_text():
-    text = "batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 4220\nqseqlen:2;batchsize:1;kvseqlen:  7 ;seed: -3; num_heads: 128\n"
+    text = (
+        "batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 4220\nqseqlen:2;batchsize:1;kvseqlen:  7 ;seed: -3; num_heads: 128\n"
+    )
     first, second = parse_cases(text)
     assert first.arguments == {"batchsize": 4, "qseqlen": 1, "kvseqlen": 1024, "seed": 4220}
     assert second.arguments == {"batchsize": 1, "qseqlen": 2, "kvseqlen": 7, "seed": -3, "num_heads": 128}

@@ -1,5 +1,6 @@
 """Submissions of every kind, good and bad, in the process that runs them."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from leanmla.contest import Case, Session
+from leanmla.contest import Case, Session, cli
 from leanmla.contest.runner import Limits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,8 +17,10 @@ BEST = ROOT / "contest" / "submissions" / "leanmla_best.py"
 #: Where to find submissions by others, to be run as they are.
 PUBLIC = Path(os.environ.get("LEANMLA_SUBMISSIONS") or ROOT.parent / "shared" / "seeds")
 
+QUICK = Limits(call_seconds=60.0, benchmark_runs=20, leaderboard_runs=5)
+
 #: One submission that misbehaves in a way chosen by the kv length, so that one process serves for all ways.
-CHAMELEON = '''
+CHAMELEON = """
 import os, signal, time
 import torch
 from task import input_t, output_t
@@ -40,14 +43,17 @@ def custom_kernel(data: input_t) -> output_t:
         if way not in kept: kept[way] = ref_kernel(data)
         return kept[way]
     if way == 24:  # the output, by address
-        if q.data_ptr() not in kept: kept[q.data_ptr()] = ref_kernel(data)
-        return kept[q.data_ptr()]
+        key = way, q.data_ptr()
+        if key not in kept: kept[key] = ref_kernel(data)
+        return kept[key]
     if way == 25:  # the keys, by address
-        if kv["fp8"][0].data_ptr() not in kept: kept[kv["fp8"][0].data_ptr()] = kv["fp8"][0].clone()
-        return ref_kernel((q, {"fp8": (kept[kv["fp8"][0].data_ptr()], kv["fp8"][1])}, qo, kvp, config))
+        key = way, kv["fp8"][0].data_ptr()
+        if key not in kept: kept[key] = kv["fp8"][0].clone()
+        return ref_kernel((q, {"fp8": (kept[key], kv["fp8"][1])}, qo, kvp, config))
     if way == 26:  # the query, by address
-        if q.data_ptr() not in kept: kept[q.data_ptr()] = q.clone()
-        return ref_kernel((kept[q.data_ptr()], kv, qo, kvp, config))
+        key = way, q.data_ptr()
+        if key not in kept: kept[key] = q.clone()
+        return ref_kernel((kept[key], kv, qo, kvp, config))
     if way == 27:  # right at first only
         kept[way] = kept.get(way, 0) + 1
         return ref_kernel(data) * (1 if kept[way] < 6 else 5)
@@ -55,14 +61,14 @@ def custom_kernel(data: input_t) -> output_t:
     if way == 29: time.sleep(600)
     if way == 30: os._exit(3)
     if way == 31: return ref_kernel(data).to("meta")
-'''
+"""
 
 
 @pytest.fixture(scope="module")
 def chameleon(tmp_path_factory):
     path = tmp_path_factory.mktemp("submissions") / "submission.py"
     path.write_text(CHAMELEON)
-    with Session(path, "cpu", quiet=True, limits=Limits(call_seconds=20.0)) as session:
+    with Session(path, "cpu", quiet=True, limits=QUICK) as session:
         yield session
 
 
@@ -144,14 +150,17 @@ def test_crashes_and_hangs_end_the_case_not_the_run(chameleon):
     assert chameleon.test(case(30)).message == "The submission crashed: its process ended with exit code 3."
     chameleon.limits = Limits(call_seconds=2.0)
     assert chameleon.test(case(29)).message == "custom_kernel hangs: no answer within 2 s."
-    chameleon.limits = Limits(call_seconds=20.0)
+    chameleon.limits = QUICK
     assert chameleon.test(case(16)).ok
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("import no_such_module\n", "The submission could not be imported: ModuleNotFoundError: No module named 'no_such_module'."),
+        (
+            "import no_such_module\n",
+            "The submission could not be imported: ModuleNotFoundError: No module named 'no_such_module'.",
+        ),
         ("x = 1\n", "The submission has no function custom_kernel(data)."),
         (None, "There is no file"),
     ],
@@ -234,17 +243,17 @@ def custom_kernel(data: input_t) -> output_t:
 
 
 def test_our_submission_follows_its_inputs(tmp_path):
-    with Session(BEST, "cpu", strict=True, quiet=True) as session:
-        for c in (Case(4, 1, 64, 4220), Case(3, 1, 100, 2), Case(4, 1, 64, 9), Case(2, 2, 33, 5, num_heads=20)):
+    with Session(BEST, "cpu", strict=True, quiet=True, limits=QUICK) as session:
+        for c in (Case(4, 1, 64, 4220), Case(4, 1, 64, 9), Case(2, 2, 33, 5, num_heads=20)):
             outcome = session.test(c)
             assert outcome.ok, outcome.message
         assert session.leaderboard(Case(4, 1, 64, 4220)).ok
 
 
-def _run(*arguments, **options):
+def _run(*arguments):
     command = [sys.executable, "-m", "leanmla.contest", *map(str, arguments)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("POPCORN")}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, **options)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in PUBLIC.glob("*.py")) or [None])
@@ -252,7 +261,9 @@ def test_public_submissions_run_unchanged(name, tmp_path):
     if name is None:
         pytest.skip("no public submissions here: set LEANMLA_SUBMISSIONS to a folder with some")
     cases = tmp_path / "cases.txt"
-    cases.write_text("batchsize: 4; qseqlen: 1; kvseqlen: 64; seed: 4220\nbatchsize: 8; qseqlen: 1; kvseqlen: 512; seed: 1360\n")
+    cases.write_text(
+        "batchsize: 4; qseqlen: 1; kvseqlen: 64; seed: 4220\nbatchsize: 8; qseqlen: 1; kvseqlen: 512; seed: 1360\n"
+    )
     report = tmp_path / "report.json"
     done = _run("benchmark", PUBLIC / name, "--device", "cpu", "--cases", cases, "--seconds", "0.5", "--json", report)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -262,15 +273,26 @@ def test_public_submissions_run_unchanged(name, tmp_path):
     assert "geometric mean" in done.stdout
 
 
-def test_command_line_exit_codes(tmp_path):
+def test_command_line_exit_codes(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("POPCORN_FD", raising=False)
+
+    def run(*arguments):
+        parser = argparse.ArgumentParser()
+        cli.add_arguments(parser)
+        return cli.main(parser.parse_args([*map(str, arguments), "--device", "cpu"])), capfd.readouterr()
+
     submission = tmp_path / "zeros.py"
-    submission.write_text("import torch\ndef custom_kernel(d):\n    print('noise')\n    return torch.zeros(d[0].shape[0], 16, 512, dtype=torch.bfloat16)\n")
+    submission.write_text(
+        "import torch\ndef custom_kernel(d):\n    print('noise')\n    return torch.zeros(d[0].shape[0], 16, 512, dtype=torch.bfloat16)\n"
+    )
     cases = tmp_path / "cases.txt"
     cases.write_text("batchsize: 2; qseqlen: 1; kvseqlen: 16; seed: 1\n")
-    done = _run("test", submission, "--cases", cases, "--device", "cpu", "--quiet")
-    assert done.returncode == 112 and done.stdout.count("\n") == 1 and "fail, 0 of 1 cases" in done.stdout and "outside" in done.stdout
-    assert "noise" not in done.stdout + done.stderr
+    code, said = run("test", submission, "--cases", cases, "--quiet")
+    assert code == 112 and said.out.count("\n") == 1 and "fail, 0 of 1 cases" in said.out and "outside" in said.out
+    assert "noise" not in said.out + said.err
+    code, said = run("test", submission, "--cases", cases)
+    assert code == 112 and "FAIL" in said.out and "noise" in said.err
     cases.write_text("nonsense\n")
-    done = _run("test", submission, "--cases", cases, "--device", "cpu")
-    assert done.returncode == 113 and "cases line 1" in done.stderr
-    assert _run("test", submission, "--cases", tmp_path / "none.txt").returncode == 113
+    code, said = run("test", submission, "--cases", cases)
+    assert code == 113 and "cases line 1" in said.err
+    assert run("test", submission, "--cases", tmp_path / "none.txt")[0] == 113

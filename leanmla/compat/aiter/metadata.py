@@ -350,7 +350,9 @@ def _check_q_lens(qo: torch.Tensor, max_seqlen_qo: int, uni_seqlen_qo: int) -> N
         return
     lens = qo[1:] - qo[:-1]
     if max_seqlen_qo > 0 and int(lens.max()) > max_seqlen_qo:
-        raise CapacityExceeded(f"max_seqlen_qo: a sequence has {int(lens.max())} query rows, more than {max_seqlen_qo}. Raise it.")
+        raise CapacityExceeded(
+            f"max_seqlen_qo: a sequence has {int(lens.max())} query rows, more than {max_seqlen_qo}. Raise it."
+        )
     if uni_seqlen_qo > 0 and bool((lens != uni_seqlen_qo).any()):
         b = int((lens != uni_seqlen_qo).nonzero()[0])
         raise InvalidArgument(
@@ -371,7 +373,9 @@ def _check_tensors(batch: int, work: int, partials: int, *, device: torch.device
     for name, t in tensors.items():
         wide = torch.uint64 if name == "work_metadata_ptrs" else torch.int32
         if not isinstance(t, torch.Tensor):
-            raise InvalidArgument(f"{name}: expected a tensor, got {type(t).__name__}. Allocate what get_mla_metadata_info_v1 says.")
+            raise InvalidArgument(
+                f"{name}: expected a tensor, got {type(t).__name__}. Allocate what get_mla_metadata_info_v1 says."
+            )
         if t.dtype != wide and not (name == "work_metadata_ptrs" and t.dtype == torch.int64):
             raise InvalidDtype(f"{name}: expected {wide}, got {t.dtype}. Allocate what get_mla_metadata_info_v1 says.")
         if t.device != device:

@@ -90,7 +90,11 @@ def mla_decode_fwd(
     2^-4), because reading it into the logit scale would wait for the device; elsewhere it is exact.
     """
     if cp_world_size != 1 or cp_rank != 0 or g_kv_indptr is not None:
-        for name, value, off in (("cp_world_size", cp_world_size, 1), ("cp_rank", cp_rank, 0), ("g_kv_indptr", g_kv_indptr, None)):
+        for name, value, off in (
+            ("cp_world_size", cp_world_size, 1),
+            ("cp_rank", cp_rank, 0),
+            ("g_kv_indptr", g_kv_indptr, None),
+        ):
             if value is not off and not (isinstance(value, int) and value == off):
                 raise refuse(name, value, "Context parallelism is not offered through this function; see leanmla.parallel.")
     if nhead_kv != 1:
@@ -140,7 +144,9 @@ def _cache(kv_buffer: torch.Tensor, page_size: int, kv_scale: torch.Tensor | flo
     if not str(kv_buffer.dtype).startswith("torch.float8_e4m3"):  # fnuz passes on to the format's refusal, which explains it
         raise InvalidDtype(f"kv_buffer: expected bfloat16 or float8_e4m3fn, got {kv_buffer.dtype}.")
     if kv_scale is None:
-        raise MissingScale("kv_scale: an fp8 kv_buffer needs its fp32 [1] scale, got None. Pass 1.0 if the values are unscaled.")
+        raise MissingScale(
+            "kv_scale: an fp8 kv_buffer needs its fp32 [1] scale, got None. Pass 1.0 if the values are unscaled."
+        )
     return LatentCache.from_tensors(kv_buffer, kv_scale, format="fp8", page_size=page_size)
 
 

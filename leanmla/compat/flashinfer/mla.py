@@ -139,7 +139,12 @@ class BatchMLAPagedAttentionWrapper:
             raise InvalidDtype(f"q_data_type: expected bfloat16 or float16, got {q_data_type}.")
         if kv_data_type not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
             raise InvalidDtype(f"kv_data_type: expected bfloat16, float16 or float8_e4m3fn, got {kv_data_type}.")
-        for name, t in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_len_arr", kv_len_arr)):
+        for name, t in (
+            ("qo_indptr", qo_indptr),
+            ("kv_indptr", kv_indptr),
+            ("kv_indices", kv_indices),
+            ("kv_len_arr", kv_len_arr),
+        ):
             _check_index(name, t, None)
         batch = kv_len_arr.numel()
         for name, t in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
@@ -157,7 +162,9 @@ class BatchMLAPagedAttentionWrapper:
                 f"kv_len_arr[{b}]: expected 0..{int(pages[b]) * page_size} ({int(pages[b])} pages of {page_size}), got {int(len_host[b])}."
             )
         if int(kv_host[-1]) > kv_indices.numel():
-            raise InvalidArgument(f"kv_indices: expected at least kv_indptr[-1] = {int(kv_host[-1])} page ids, got {kv_indices.numel()}.")
+            raise InvalidArgument(
+                f"kv_indices: expected at least kv_indptr[-1] = {int(kv_host[-1])} page ids, got {kv_indices.numel()}."
+            )
         max_q_len = int(torch.diff(qo_host).max()) if batch else 0
         max_pages = int((-(-len_host // page_size)).max()) if batch else 0
         plan = _Plan(
@@ -317,7 +324,9 @@ class BatchMLAPagedAttentionWrapper:
         for name, t, width in (("q_nope", q_nope, DIMS.kv_lora_rank), ("q_pe", q_pe, DIMS.qk_rope_head_dim)):
             if not isinstance(t, torch.Tensor) or list(t.shape) != [plan.total_q, plan.num_heads, width]:
                 got = list(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
-                raise PlanMismatch(f"{name}: expected [{plan.total_q}, {plan.num_heads}, {width}] as planned, got {got}. Plan again.")
+                raise PlanMismatch(
+                    f"{name}: expected [{plan.total_q}, {plan.num_heads}, {width}] as planned, got {got}. Plan again."
+                )
             if t.dtype != plan.q_dtype:
                 raise PlanMismatch(f"{name}: planned for {plan.q_dtype}, got {t.dtype}. Plan again with this q_data_type.")
         for name, t, width in (("ckv_cache", ckv_cache, DIMS.kv_lora_rank), ("kpe_cache", kpe_cache, DIMS.qk_rope_head_dim)):
