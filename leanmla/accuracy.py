@@ -379,8 +379,9 @@ def recommend(results: Sequence[AccuracyResult], budget: float) -> Recommendatio
         raise InvalidArgument("results: expected at least one, got none.")
     worst: dict[Variant, AccuracyResult] = {}
     for r in results:
-        # A NaN is worse than anything; "not <=" keeps it.
-        if r.variant not in worst or not r.out_error <= worst[r.variant].out_error:
+        before = worst.get(r.variant)
+        # A NaN is worse than anything and stays.
+        if before is None or math.isnan(r.out_error) or r.out_error > before.out_error:
             worst[r.variant] = r
     ordered = sorted(worst, key=lambda v: (v.bytes_per_token, worst[v].out_error))
     for i, variant in enumerate(ordered):

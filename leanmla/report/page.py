@@ -66,7 +66,8 @@ def make_report(paths: Sequence[Path], *, title: str = "LeanMLA results") -> Rep
 def _labels(paths: Sequence[Path]) -> list[str]:
     """File names without suffix; with as many folders as it takes to tell them apart, and a number where that is not enough."""
     depth = 1
-    while depth < 4 and len({p.absolute().parts[-depth:] for p in paths}) < len(paths):
+    whole = {p.absolute() for p in paths}
+    while depth < 4 and len({p.parts[-depth:] for p in whole}) < len(whole):
         depth += 1
     labels = ["/".join((*p.absolute().parts[-depth:-1], p.stem)) for p in paths]
     return [f"{label} ({labels[: i + 1].count(label)})" if labels.count(label) > 1 else label for i, label in enumerate(labels)]

@@ -1,0 +1,98 @@
+"""The documentation site builds offline with strict link checks and fetches nothing from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+needs_generator = pytest.mark.skipif(
+    importlib.util.find_spec("properdocs") is None, reason="needs ProperDocs: pip install 'leanmla[docs]'"
+)
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "properdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@needs_generator
+def test_the_site_builds_and_every_link_leads_somewhere(tmp_path):
+    done = build(ROOT / "properdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    made = {p.stem for p in (tmp_path / "site").glob("*.html")}
+    assert {p.stem for p in PAGES} <= made
+    for page in (tmp_path / "site").glob("*.html"):
+        text = page.read_text()
+        fetched = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"([^\"]+)\"|<link[^>]*\shref=\"([^\"]+)\"", text)
+        outside = [a or b for a, b in fetched if re.match(r"(https?:)?//", a or b)]
+        assert not outside, (page.name, outside)
+        assert 'href="../' not in text, page.name  # the hook has dealt with links to files of the repository
+
+
+@needs_generator
+@pytest.mark.parametrize(
+    "words, complaint", [("[x](none.md)", "none.md"), ("[x](../leanmla/none.py)", "none.py"), ("[x](a.md#b)", "#b")]
+)
+def test_a_link_to_nothing_fails_the_build(tmp_path, words, complaint):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Index\n\n[a](a.md)\n")
+    (tmp_path / "docs" / "a.md").write_text(f"# A\n\n{words}\n")
+    shutil.copy(ROOT / "tools" / "docs_hooks.py", tmp_path / "tools")
+    config = (ROOT / "properdocs.yml").read_text()
+    config = re.sub(r"nav:\n(  .*\n)+", "nav:\n  - index.md\n  - a.md\n", config)
+    (tmp_path / "properdocs.yml").write_text(config)
+    done = build(tmp_path / "properdocs.yml", tmp_path / "site")
+    assert done.returncode != 0 and complaint in done.stderr, done.stderr
+    (tmp_path / "docs" / "a.md").write_text("# A\n")
+    assert build(tmp_path / "properdocs.yml", tmp_path / "site").returncode == 0
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r": (\w+\.md)$", (ROOT / "properdocs.yml").read_text(), re.MULTILINE))
+    assert {p.name for p in PAGES} <= listed
+
+
+def test_links_to_files_become_their_paths(tmp_path):
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "tools" / "docs_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+
+    class page:
+        class file:
+            src_uri = "index.md"
+
+    config = {"config_file_path": str(ROOT / "properdocs.yml"), "docs_dir": str(ROOT / "docs")}
+
+    def changed(text: str) -> str:
+        return hooks.on_page_markdown(text, page, config, None)
+
+    assert changed("see [`leanmla/decode.py`](../leanmla/decode.py).") == "see `leanmla/decode.py`."
+    assert changed("see [the plan](../leanmla/decode.py#L3).") == "see the plan (`leanmla/decode.py`)."
+    for same in ("[x](formats.md)", "[x](../leanmla/none.py)", "![x](figures/a.svg)", "[x](../../outside.md)"):
+        assert changed(same) == same
+
+
+def test_porting_has_both_sides_of_three_libraries_and_checks_them():
+    text = (ROOT / "docs" / "porting.md").read_text()
+    for name, call in (
+        ("aiter", "mla_decode_fwd("),
+        ("flash_mla", "flash_mla_with_kvcache("),
+        ("flashinfer", "BatchMLAPagedAttentionWrapper("),
+    ):
+        assert f'compat.install("{name}"' in text and call in text
+    assert text.count("assert close(out, o") == 3
+
+
+def test_pictures_in_the_pages_say_what_they_show():
+    for page in PAGES:
+        for words, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
+            assert len(words) > 15 and (page.parent / target).exists(), (page.name, target)
