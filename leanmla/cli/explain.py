@@ -78,6 +78,8 @@ def main(args: argparse.Namespace, out: Output) -> int:
         from ..plots.timeline import plot_timeline
 
         subject = f"{problem} on {info.name}, {config.backend}: {plan.num_workers} workers, {plan.mode} splits"
+        if backend.name in OWN_PLANNERS and not hasattr(backend, "host_plan"):
+            subject += " (the common planner's)"
         plot_timeline(plan, Path(args.plot), subject=subject)
     _print(out, problem, info, reasons, backend, config, plan, cost, known)
     if args.plot:

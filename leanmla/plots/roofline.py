@@ -94,14 +94,12 @@ def _on_slope(low: float, ridge: float, bottom: float, read: float, scale: float
 
 
 def _finding(run: Run) -> str:
-    ridge = (run.matmul_tflop_s or 0.0) / (run.read_tb_s or 1.0)
+    read, matmul = run.read_tb_s or 1.0, run.matmul_tflop_s or 1.0
     ours = [r for r in run.good if not r.peer] or run.good
-    under = sum(r.intensity < ridge for r in ours)
+    under = sum(r.intensity < matmul / read for r in ours)
+    if under == 0:
+        best = max(ours, key=lambda r: r.tflop_s)
+        return f"Every case is on the compute-bound side; {best.by} reaches {best.tflop_s / matmul:.0%} of the measured matmul"
     best = max(ours, key=lambda r: r.tb_s)
-    share = best.tb_s / (run.read_tb_s or 1.0)
-    what = (
-        "Every case is on the memory-bound side"
-        if under == len(ours)
-        else f"{under} of {len(ours)} points are on the memory-bound side"
-    )
-    return f"{what}; {best.by} reaches {share:.0%} of the measured bandwidth"
+    side = "Every case is" if under == len(ours) else f"{under} of {len(ours)} points are"
+    return f"{side} on the memory-bound side; {best.by} reaches {best.tb_s / read:.0%} of the measured bandwidth"

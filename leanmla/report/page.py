@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from ..plots.runs import SCHEMAS, Row, Run, best_peer, run_of
 from .compare import Comparison, compare_runs
 from .html import Cell, document, heading, paragraph, picture, preformatted, table
 
-__all__ = ["Report", "make_report"]
+__all__ = ["NOISY", "Report", "make_report"]
+
+#: A run whose median spread is above this is called noisy.
+NOISY = 0.05
 
 
 class Report:
@@ -146,7 +150,7 @@ def _summary(runs: list[Run], accuracies: list[tuple[str, dict]]) -> str:
 def _run(run: Run, pictures: _Pictures) -> str:
     parts = [heading(2, f"{run.label}: {run.device['name']}", _anchor(run.label))]
     parts.append(preformatted(str(run.document.get("command", "command not recorded"))))
-    parts.append(_ceilings(run))
+    parts += [_ceilings(run), _noise(run)]
     parts.append(pictures.bench(run))
     parts += [heading(3, "All times"), _times(run), _problems(run)]
     means = sorted(run.geomeans().items(), key=lambda item: item[1])
@@ -171,6 +175,18 @@ def _ceilings(run: Run) -> str:
     if found.get("launch_us") is not None:
         words += f", an empty launch in a graph {found['launch_us']:.2f} µs"
     return paragraph(words + ".")
+
+
+def _noise(run: Run) -> str:
+    """A warning where a run's own spread is so wide that its times say little."""
+    spreads = [r.spread for r in run.good]
+    if not spreads or statistics.median(spreads) <= NOISY:
+        return ""
+    return paragraph(
+        f"These times are noisy: half of them spread by more than {statistics.median(spreads):.0%} of the median. Something else was running, "
+        "or clocks moved; measure again on a quiet machine before drawing conclusions.",
+        "callout",
+    )
 
 
 def _number(value: float | None, how: str) -> str:

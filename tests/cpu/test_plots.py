@@ -208,7 +208,10 @@ def test_roofline_has_both_measured_ceilings():
     assert y[0] / x[0] == pytest.approx(READ_TB_S) and x[1] == pytest.approx(MATMUL_TFLOP_S / READ_TB_S)
     points = next(line for line in axes.lines if line.get_label() == "hopper mxfp4")
     assert set(map(round, points.get_xdata())) == {round(2 * 1088 * 16 / 306)}
+    assert "Every case is on the memory-bound side" in roofline_figure(run).get_suptitle()
     document = bench_run().document()
+    document["ceilings"]["read_tb_s"] = 1000.0
+    assert "compute-bound side" in roofline_figure(run_of(document, "x")).get_suptitle()
     del document["ceilings"]
     with pytest.raises(InvalidArgument, match="no measured ceilings"):
         roofline_figure(run_of(document, "x"))

@@ -152,6 +152,11 @@ def test_without_matplotlib_there_are_tables_and_one_sentence(results, no_matplo
     assert page.text.count("hopper fp8") > 10
 
 
+def test_a_noisy_run_is_called_so(tmp_path, no_matplotlib):
+    assert "These times are noisy" in make_report([write_run(tmp_path / "a.json", spread=0.08)]).html
+    assert "noisy" not in make_report([write_run(tmp_path / "b.json", spread=0.02)]).html
+
+
 def test_command(capsys, tmp_path, results, no_matplotlib):
     target, numbers = tmp_path / "r.html", tmp_path / "r.json"
     argv = ["report", *map(str, results), "-o", str(target)]
