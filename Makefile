@@ -42,7 +42,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (torch is large: the first time takes a few minutes)"
-	$(PIP) --editable .
+	$(PIP) --editable '.[plot]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
