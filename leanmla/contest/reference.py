@@ -116,10 +116,10 @@ def ref_kernel(data: Any) -> torch.Tensor:
     out = torch.empty(batch, q_len * heads, V_HEAD_DIM, dtype=torch.bfloat16, device=q.device)
     step = max(1, _VALUES_AT_A_TIME // (kv_len * QK_HEAD_DIM))
     for lo in range(0, batch, step):
-        k = keys[lo : lo + step].float() * kv_scale
-        logits = config["sm_scale"] * (query[lo : lo + step] @ k.transpose(1, 2))
+        k = keys[lo : lo + step].float()
+        logits = config["sm_scale"] * kv_scale * (query[lo : lo + step] @ k.transpose(1, 2))
         weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
-        out[lo : lo + step] = weights.nan_to_num() @ k[..., :V_HEAD_DIM]  # a row without keys: weights 0/0, out 0
+        out[lo : lo + step] = kv_scale * (weights.nan_to_num() @ k[..., :V_HEAD_DIM])  # a row without keys: weights 0/0, out 0
     return out.view(batch * q_len, heads, V_HEAD_DIM)
 
 

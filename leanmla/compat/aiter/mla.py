@@ -119,7 +119,7 @@ def mla_decode_fwd(
             _check_against_call(step, o)
             logits, lse = _run_metadata(step, o, return_lse, return_logits, work_indptr, work_info_set, reduce_indptr,
                                         reduce_final_map, reduce_partial_map)  # fmt: skip
-            return (logits if return_logits else None), lse
+            return logits, lse
         if return_logits:
             _check_against_call(step, o)
             return _run_splits(step, o, return_lse, num_kv_splits or 1)
@@ -237,8 +237,8 @@ def _check_against_call(step: _Step, o: torch.Tensor) -> None:
 
 
 def _run_metadata(
-    step: _Step, o, return_lse, clear, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    step: _Step, o, return_lse, keep_partials, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Run the work list as it is written."""
     if work_info_set.ndim != 2 or work_info_set.shape[1] != 8:
         raise InvalidArgument(f"work_info_set: expected [items, 8], got {list(work_info_set.shape)}.")
@@ -250,28 +250,34 @@ def _run_metadata(
     info = work_info_set[:count].long()
     _check_items(step, info)
     seq, partial, q_start, q_end, kv_start, kv_end = info[:, :6].unbind(1)
-    heads, total_q = step.q.shape[1], step.q.shape[0]
-    size = reduce_partial_map.numel() * step.max_seqlen_q
-    # Rows that no item fills are never merged; only a caller who wants to see them pays for clearing them.
-    logits = (torch.zeros if clear else torch.empty)(size, 1, heads, DIMS.v_head_dim, device=step.q.device)
-    partial_lse = torch.full((size, 1, heads, 1), -torch.inf, device=step.q.device)
-    lse = torch.full((total_q, heads), -torch.inf, device=step.q.device) if return_lse else None
-    if count:
-        out, out_lse, item, i = step.ranges(seq, q_start, q_end, kv_start, kv_end)
-        whole = partial[item] < 0
-        to = (q_start[item] + i)[whole]
-        o[to] = out[whole]
-        if lse is not None:
-            lse[to] = out_lse[whole]
-        to = (partial[item] + i)[~whole]
-        if to.numel() and int(to.max()) >= size:
-            raise InvalidArgument(
-                f"work_info_set: partial row {int(to.max())} lies outside the {size} rows that reduce_partial_map and max_seqlen_q make room for."
-            )
+    heads, total_q, dev = step.q.shape[1], step.q.shape[0], step.q.device
+    size = reduce_partial_map.numel() * step.max_seqlen_q  # rows of the partial buffer
+    lse = torch.full((total_q, heads), -torch.inf, device=dev) if return_lse else None
+    out, out_lse, item, i = step.ranges(seq, q_start, q_end, kv_start, kv_end)
+    whole = partial[item] < 0
+    to = (q_start[item] + i)[whole]
+    o[to] = out[whole]
+    if lse is not None:
+        lse[to] = out_lse[whole]
+    to = (partial[item] + i)[~whole]
+    if to.numel() and int(to.max()) >= size:
+        raise InvalidArgument(
+            f"work_info_set: partial row {int(to.max())} lies outside the {size} rows that reduce_partial_map and max_seqlen_q make room for."
+        )
+    if keep_partials:
+        logits = torch.zeros(size, 1, heads, DIMS.v_head_dim, device=dev)
+        partial_lse = torch.full((size, 1, heads, 1), -torch.inf, device=dev)
         logits[to, 0] = out[~whole].float()
         partial_lse[to, 0, :, 0] = out_lse[~whole]
-        mla_reduce_v1(logits, partial_lse, reduce_indptr, reduce_final_map, reduce_partial_map, step.max_seqlen_q, 0, o, lse)
-    return logits, lse
+        rows = reduce_partial_map
+    else:
+        # The partial buffer is mostly room: merge the rows where they are, and say so in the map.
+        logits, partial_lse = out, out_lse
+        place = torch.zeros(max(size, 1), dtype=torch.int32, device=dev)
+        place[to] = (~whole).nonzero().flatten().int()
+        rows = place[reduce_partial_map.long().clamp(0, max(size - 1, 0))]
+    mla_reduce_v1(logits, partial_lse, reduce_indptr, reduce_final_map, rows, step.max_seqlen_q, 0, o, lse)
+    return (logits if keep_partials else None), lse
 
 
 def _check_items(step: _Step, info: torch.Tensor) -> None:
