@@ -72,6 +72,7 @@ def main() -> int:
         check_writable(args.json)
     cases = [tuple(int(n) for n in case.split(",")) for case in args.case] if args.case else CASES
     console = Console()
+    console.width = max(console.width, 120)
     torch.manual_seed(0)
     results = []
     for batch, kv, heads in cases:

@@ -1,0 +1,414 @@
+"""The CPU backend's own parts: vectors, tiles of every format, work items, threads, and its forms of arithmetic."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from leanmla import LatentCache, PageTable, checks, device, formats
+from leanmla.kernels.cpu import backend as cpu
+from leanmla.split_plan import plan_splits
+from leanmla.testing import DecodeCase, case_grid, compare, make_inputs
+
+pytest.importorskip("numba", reason="numba is not installed")
+
+from numba import njit
+
+from leanmla.kernels.cpu import arithmetic, decode, simd, tiles, workers
+
+X86 = simd.HAS_AVX2 or simd.HAS_AVX512
+
+
+def address(t: torch.Tensor) -> int:
+    assert t.is_contiguous()
+    return t.data_ptr()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit, except that any NaN equals any other."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------
+
+#: Order of the fp32 form: evens of each 32, then odds.
+ORDER = torch.arange(576).view(18, 16, 2).transpose(1, 2).flatten()
+
+
+def tile_of(data: torch.Tensor, scale: torch.Tensor | None, fmt: str, as_bf16: bool) -> torch.Tensor:
+    """Rows through load_tile, back in natural order, fp32."""
+    n = len(data)
+    assert n <= tiles.TILE
+    tokens = torch.zeros(2, tiles.TILE, dtype=torch.int64)
+    tokens[0, :n] = address(data) + torch.arange(n) * data.stride(0) * data.element_size()
+    if scale is not None:
+        tokens[1, :n] = address(scale) + torch.arange(n) * scale.stride(0)
+    table = torch.zeros(16, dtype=torch.int32)
+    tiles.write_e2m1_table(address(table))
+    tile = torch.full((n, 576), torch.nan, dtype=torch.bfloat16 if as_bf16 else torch.float32)
+    tiles.load_tile(address(tile), as_bf16, tiles.FORMAT_CODES[fmt], address(tokens), n, address(table))
+    if as_bf16:
+        return tile.float()
+    natural = torch.empty_like(tile)
+    natural[:, ORDER] = tile
+    return natural
+
+
+@pytest.mark.parametrize("as_bf16", [False, True])
+def test_every_e4m3_byte_in_every_lane(as_bf16):
+    # Row r holds byte r everywhere but in a changing place, so fast and careful vectors both occur.
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 576)
+    codes[torch.arange(256), torch.arange(256) * 2 % 576] = 0x01
+    mixed = torch.stack([torch.arange(576).add(s).to(torch.uint8) for s in range(64)])
+    for rows in (*codes.split(64), mixed):
+        want = rows.contiguous().view(torch.float8_e4m3fn).float()
+        assert same(tile_of(rows.contiguous(), None, "fp8", as_bf16), want)
+
+
+@pytest.mark.parametrize("as_bf16", [False, True])
+def test_every_e2m1_code_under_every_scale(as_bf16):
+    nibbles = torch.arange(288) % 256
+    for first in range(0, 256, 64):
+        data = ((nibbles[None] + torch.arange(64)[:, None] * 5) % 256).to(torch.uint8).contiguous()
+        scale = torch.arange(first, first + 64).to(torch.uint8)[:, None].repeat(1, 18).contiguous()
+        want = formats.get("mxfp4").dequantize(data, scale)
+        assert same(tile_of(data, scale, "mxfp4", as_bf16), want)
+
+
+@pytest.mark.parametrize("as_bf16", [False, True])
+def test_every_bf16_pattern(as_bf16):
+    rows = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)[: 113 * 576].view(113, 576)
+    for part in rows.split(64):
+        assert same(tile_of(part.contiguous(), None, "bf16", as_bf16), part.float())
+
+
+def test_tile128_rows():
+    q = formats.get("fp8_tile128").quantize(torch.randn(50, 576) * torch.logspace(-6, 6, 50)[:, None])
+    assert same(tile_of(q.data.contiguous(), None, "fp8_tile128", False), formats.get("fp8_tile128").dequantize(q.data, None))
+
+
+def test_spacing_of_tokens():
+    tokens = torch.arange(64, dtype=torch.int64) * 1152 + 4096
+    assert tiles.even_spacing(address(tokens), 64) == 1152
+    tokens[63] += 64
+    assert tiles.even_spacing(address(tokens), 64) == 0
+
+
+# -- vector arithmetic ------------------------------------------------------------------------------------------------
+
+
+def over_vectors(function):
+    """``function`` (vector of 16 -> vector of 16, fp32) over a tensor."""
+
+    @njit
+    def loop(source, target, n):
+        for i in range(0, n, 16):
+            simd.store_f(target + i * 4, function(simd.load_f(source + i * 4)))
+
+    def apply(x):
+        out = torch.empty_like(x)
+        loop(address(x), address(out), x.numel())
+        return out
+
+    return apply
+
+
+def test_exp2():
+    exp2 = over_vectors(arithmetic.exp2_neg)
+    x = torch.linspace(-126, 0, 160000)
+    want = torch.exp2(x.double())
+    assert ((exp2(x) - want).abs() / want).max() < 2e-7
+    special = torch.tensor([0.0, -0.0, -1.0, -126.5, -1e30, -torch.inf, torch.nan, -2.0] * 2)
+    assert same(exp2(special), torch.tensor([1.0, 1.0, 0.5, 0.0, 0.0, 0.0, torch.nan, 0.25] * 2))
+
+
+def test_capped_logits():
+    cap = over_vectors(njit(lambda x: arithmetic.capped(x, 30.0)))
+    x = torch.cat((torch.linspace(-300, 300, 3200), torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-6] * 4)))
+    want = 30 * torch.tanh(x.double() / 30)
+    assert torch.equal(cap(x).isnan(), x.isnan())
+    assert (cap(x) - want).nan_to_num().abs().max() < 1e-5
+
+
+def test_rounding_to_bf16_and_fp16():
+    as_bf16 = over_vectors(njit(lambda x: simd.as_float(arithmetic.round_bf16(x))))
+    as_fp16 = over_vectors(njit(lambda x: simd.from_half(simd.to_half(x))))
+    bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    ties = torch.arange(0, 2**16, dtype=torch.int64).mul(2**15).to(torch.int32)
+    for x in (bits.view(torch.float32), ties.view(torch.float32), torch.tensor([2.0**31 - 1] * 16)):
+        assert same(as_bf16(x), x.bfloat16().float())
+        assert same(as_fp16(x), x.half().float())
+
+
+def test_every_fp16_pattern():
+    halves = torch.arange(2**16).to(torch.int16)
+
+    @njit
+    def widen(source, target):
+        for i in range(0, 2**16, 16):
+            simd.store_f(target + i * 4, simd.from_half(simd.load_u16(source + i * 2)))
+
+    out = torch.empty(2**16)
+    widen(address(halves), address(out))
+    assert same(out, halves.view(torch.float16).float())
+
+
+def test_a_maximum_does_not_take_nan_for_a_number():
+    @njit
+    def largest(a, b, out):
+        simd.store_f(out, simd.maximum(simd.load_f(a), simd.load_f(b)))
+
+    a = torch.tensor([torch.nan, 1.0, -torch.inf, 3.0] * 4)
+    b, out = torch.zeros(16), torch.empty(16)
+    largest(address(a), address(b), address(out))
+    assert torch.equal(out, torch.tensor([0.0, 1.0, 0.0, 3.0] * 4))
+
+
+def test_bf16_pairs_accumulate_in_fp32():
+    zeros = simd.make_zero_block(4)
+
+    @njit
+    def product(a, stride, b, out, steps):
+        acc = zeros()
+        for k in range(steps):
+            acc = simd.add_outer_bf16(acc, a + 4 * k, stride, simd.load_i(b + 64 * k))
+        simd.store_block(acc, out, 64)
+
+    a, b = torch.randn(4, 64).bfloat16(), torch.randn(64, 16).bfloat16()
+    pairs = b.view(32, 2, 16).transpose(1, 2).contiguous()
+    out = torch.empty(4, 16)
+    product(address(a), 128, address(pairs), address(out), 32)
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+
+
+# -- work items -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [{"num_kv_splits": 1}, {"num_kv_splits": 7}, {"split_size": 1}, {"split_size": 100}])
+def test_splits_are_those_of_the_planner(mode):
+    lens = [0, 1, 63, 64, 65, 500, 8192]
+    plan = plan_splits(lens, num_workers=4, granularity=cpu.TILE, **mode)
+    for item in plan.items:
+        count = np.array([item.num_splits])
+        start, end = cpu.split_range(np.array([lens[item.seq]]), count, np.array([item.split]), mode.get("split_size"))
+        assert (start[0], end[0]) == (item.kv_start, item.kv_end)
+
+
+def test_constants_agree():
+    assert cpu.TILE == tiles.TILE and cpu.MAX_ROWS == decode.MAX_ROWS
+    assert decode.SCRATCH_BYTES < 2**20  # a worker's tile, logits, query and output: what stands in for a dequantised cache
+
+
+def call_of(inputs, **splits) -> object:
+    case, options = inputs.case, dict(inputs.options)
+    return checks.check_call(
+        inputs.q, inputs.cache, inputs.table, out=inputs.out, lse=torch.full(inputs.q.shape[:2], torch.nan), return_lse=True,
+        **{"qo_indptr": None, "causal": True, "logit_cap": 0.0, "max_q_len": None, "check_contents": None, **options},
+        **{"num_kv_splits": case.num_kv_splits, "split_size": case.split_size, **splits},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_splits": 5}, {"split_size": 96}])
+@pytest.mark.parametrize("table", ["csr", "block_table", "contiguous"])
+def test_items_cover_every_key_of_every_row_once(table, options):
+    case = DecodeCase((700, 0, 1, 5000, 64), num_heads=20, q_lens=(3, 1, 9, 0, 16), table=table)
+    inputs = make_inputs(case)
+    items, merges, slots, work = cpu._work_items(call_of(inputs, **options))
+    seen = {b: np.zeros((rows * 20, n), dtype=int) for b, (n, rows) in enumerate(zip(case.kv_lens, case.rows))}
+    first_rows = np.cumsum((0, *case.rows))
+    sequence = {int(first_rows[b]): b for b in reversed(range(case.batch)) if case.rows[b]}
+    used = np.zeros(slots, dtype=int)
+    for item in items:
+        b = sequence[int(item["first_query"])]
+        assert (item["q_len"], item["kv_len"]) == (case.rows[b], case.kv_lens[b])
+        assert 0 < item["row_end"] - item["row_start"] <= cpu.MAX_ROWS
+        seen[b][item["row_start"] : item["row_end"], item["kv_start"] : item["kv_end"]] += 1
+        if item["merge"] >= 0:
+            used[item["partial"] : item["partial"] + item["row_end"] - item["row_start"]] += 1
+            merge = merges[item["merge"]]
+            assert (merge["row_start"], merge["row_end"]) == (item["row_start"], item["row_end"])
+            assert (item["partial"] - merge["partial"]) % merge["split_stride"] == 0
+    assert all((grid == 1).all() for grid in seen.values())
+    assert (used == 1).all()
+    assert np.array_equal(np.bincount(items["merge"][items["merge"] >= 0], minlength=len(merges)), merges["pending"])
+    assert work == sum(grid.size for grid in seen.values())
+
+
+def test_no_items_without_rows():
+    inputs = make_inputs(DecodeCase((5, 70), q_lens=(0, 0)))
+    items, merges, slots, work = cpu._work_items(call_of(inputs))
+    assert (len(items), len(merges), slots, work) == (0, 0, 0, 0)
+
+
+# -- whole calls ------------------------------------------------------------------------------------------------------
+
+
+def run(inputs, backend=cpu.BACKEND, **splits):
+    call = call_of(inputs, **splits)
+    backend.run(call, backend.make_workspace(call.problem, inputs.q.device))
+    return call.out, call.lse
+
+
+@pytest.mark.parametrize("bf16_dot", [False, True])
+@pytest.mark.parametrize("case", case_grid(("bf16", "fp8", "mxfp4")), ids=lambda c: f"{c.kind}-{c.id}")
+def test_both_forms_of_arithmetic(case, bf16_dot):
+    """On a machine with bf16 instructions the fp32 form would otherwise run for few cases, and elsewhere the other."""
+    inputs = make_inputs(case, seed=3)
+    report = compare(inputs, *run(inputs, cpu.CpuBackend(bf16_dot)))
+    assert report.ok, report.message
+
+
+@pytest.mark.parametrize("bf16_dot", [False, True])
+def test_lse_does_not_see_the_rounding_of_p(bf16_dot):
+    # 2048 equal logits below one that is larger: every p rounds the same way in bf16.
+    q = torch.zeros(1, 1, 576, dtype=torch.bfloat16)
+    q[..., 512] = 1.0
+    keys = torch.zeros(2049, 576)
+    keys[:, :512] = 1.0
+    keys[1:, 512] = -0.3
+    cache = LatentCache.allocate(2049, 1, format="bf16", device="cpu")
+    cache.append(keys, torch.arange(2049))
+    table = PageTable.contiguous(torch.tensor([0, 2049], dtype=torch.int32))
+    call = checks.check_call(
+        q, cache, table, sm_scale=1.0, qo_indptr=None, causal=True, logit_cap=0.0, out=torch.empty(1, 1, 512, dtype=q.dtype),
+        lse=torch.empty(1, 1), return_lse=True, num_kv_splits=1, split_size=None, max_q_len=None, check_contents=True,
+    )  # fmt: skip
+    backend = cpu.CpuBackend(bf16_dot)
+    backend.run(call, backend.make_workspace(call.problem, q.device))
+    small = float(torch.tensor(-0.3).bfloat16())
+    want = np.log(1 + 2048 * np.exp(small))
+    assert abs(float(call.lse[0, 0]) - want) < 1e-5
+    assert (call.out == 1.0).all()
+
+
+@pytest.mark.parametrize("bf16_dot", [False, True])
+@pytest.mark.parametrize("fmt", list(formats.FORMATS))
+def test_a_key_that_a_row_does_not_see_does_not_reach_it(fmt, bf16_dot):
+    """0 * NaN is NaN: the last key is NaN, and only the last query row sees it. Heads fill no block of rows."""
+    backend = cpu.CpuBackend(bf16_dot)
+    for heads, kv in ((5, 64), (16, 65), (3, 131), (128, 66)):
+        inputs = make_inputs(DecodeCase((kv,), num_heads=heads, q_lens=3, format=fmt))
+        clean = [t.clone() for t in run(inputs, backend)]
+        slot = int(inputs.table.slots(0)[-1])
+        page, offset = divmod(slot, inputs.cache.page_size)
+        row = inputs.cache.data[page, offset]
+        row.copy_(torch.full((576,), torch.nan, dtype=row.dtype) if fmt == "bf16" else torch.full_like(row, 0x7F))
+        if fmt == "mxfp4":
+            inputs.cache.scale[page, offset] = 255
+        out, lse = run(inputs, backend)
+        assert torch.equal(out[:2], clean[0][:2]) and torch.equal(lse[:2], clean[1][:2])
+        assert out[2].isnan().all() and lse[2].isnan().all()
+
+
+def test_threads_change_no_bit(monkeypatch):
+    """With splits given, neither the number of threads nor their kind matters."""
+    monkeypatch.setattr(cpu, "MIN_WORK_PER_WORKER", 1)
+    inputs = make_inputs(DecodeCase((900, 0, 33, 1500), num_heads=20, q_lens=2, split_size=128))
+    results = []
+    for openmp in (True, False):
+        if not openmp:
+            monkeypatch.setattr(workers, "_openmp_parallel", lambda: None)
+        for threads in (1, 2, 5):
+            monkeypatch.setenv("LEANMLA_CPU_THREADS", str(threads))
+            inputs.out.fill_(torch.nan)
+            results.append([t.clone() for t in run(inputs)])
+    assert all(torch.equal(r[0], results[0][0]) and torch.equal(r[1], results[0][1]) for r in results)
+
+
+def test_threads_of_torch_are_found():
+    if not torch.backends.openmp.is_available() or sys.platform != "linux":
+        pytest.skip("torch without OpenMP, or not on Linux")
+    assert workers._openmp_parallel() is not None
+
+
+_FORK = """
+import os, torch
+from leanmla.kernels.cpu import backend as cpu
+from leanmla.testing import DecodeCase, make_inputs
+from leanmla import mla_decode
+os.environ["LEANMLA_CPU_THREADS"] = "2"
+cpu.MIN_WORK_PER_WORKER = 1
+inputs = make_inputs(DecodeCase((3000, 3000)))
+decode = lambda: mla_decode(inputs.q, inputs.cache, inputs.table, backend="cpu", split_size=256, **inputs.options)
+want = decode().clone()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(decode(), want) else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_decodes():
+    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+_OTHER_MACHINE = """
+from leanmla.kernels.cpu import simd
+from leanmla.kernels.cpu.backend import CpuBackend
+from leanmla.testing import DecodeCase, compare, make_inputs
+from leanmla import checks, mla_decode
+assert simd.HAS_AVX512 == EXPECT_AVX512 and not simd.HAS_BF16_DOT
+for fmt in ("bf16", "fp8", "mxfp4", "fp8_tile128"):
+    for dtype in ("bf16", "fp16"):
+        inputs = make_inputs(DecodeCase((150, 64, 0), num_heads=20, q_lens=2, format=fmt, q_dtype=dtype))
+        out, lse = mla_decode(inputs.q, inputs.cache, inputs.table, backend="cpu", return_lse=True, num_kv_splits=2, **inputs.options)
+        report = compare(inputs, out, lse)
+        assert report.ok, report.message
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("avx512", [False, True])
+def test_machines_with_fewer_instructions(avx512, tmp_path):
+    """Compiled as for a machine with AVX2 only, and for one with AVX-512 but no bf16 instructions."""
+    if not (simd.HAS_AVX512 if avx512 else X86):
+        pytest.skip("this machine has fewer instructions itself")
+    features = "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi2" + (",+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd" if avx512 else "")
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "skylake-avx512" if avx512 else "haswell",
+        "NUMBA_CPU_FEATURES": features,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    program = _OTHER_MACHINE.replace("EXPECT_AVX512", str(avx512))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+# -- what the backend says of itself ----------------------------------------------------------------------------------
+
+
+def problem(**changes):
+    return dataclasses.replace(call_of(make_inputs(DecodeCase((64,)))).problem, **changes)
+
+
+def test_reasons(monkeypatch):
+    here = device.describe("cpu")
+    assert cpu.BACKEND.why_not(problem(), here) is None
+    gpu = device.DeviceInfo("cuda", "NVIDIA H200", "sm_90", 132, 232448, 2**37)
+    assert "NVIDIA H200" in cpu.BACKEND.why_not(problem(), gpu)
+    cpu._cannot_compile.cache_clear()
+    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: None)
+    assert "pip install numba" in cpu.BACKEND.why_not(problem(), here)
+    cpu._cannot_compile.cache_clear()
+
+
+def test_importing_the_backend_needs_no_numba():
+    code = "import sys; import leanmla.kernels.cpu.backend; raise SystemExit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_launch_config_tells_the_form():
+    here = device.describe("cpu")
+    forms = {
+        (backend._bf16_dot, p.q_dtype, p.format): dict(backend.launch_config(p, here).extra)["products"]
+        for backend in (cpu.CpuBackend(True), cpu.CpuBackend(False))
+        for p in (problem(), problem(q_dtype="fp16"), problem(format="fp8_tile128"))
+    }
+    assert [key for key, form in forms.items() if form == "bf16"] == [(True, "bf16", "bf16")]
