@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
 import pytest
 
 pytest.importorskip("flydsl", reason="needs flydsl (pip install leanmla[amd]) to build for gfx950")
 
+from gfx950_isa import by_kind, instructions, loop_text
+
 from leanmla.errors import BackendUnavailable, InvalidArgument
 from leanmla.kernels.flydsl.build import BuiltKernel, build, write_manifest
 from leanmla.kernels.flydsl.spec import LDS_LIMIT, DecodeSpec
 from leanmla.problem import DecodeProblem
-
-from gfx950_isa import by_kind, instructions, loop_text
 
 FORMATS = ("bf16", "fp8", "mxfp4")
 #: Loads of the next tile in the loop, a wave: (mnemonic, count).
@@ -23,7 +24,11 @@ TILE_LOADS = {
     "fp8": {"global_load_dwordx4": 9},
     # 9 pieces of 8 bytes; 18 scale bytes as 5 aligned words.
     "mxfp4": {"global_load_dwordx2": 9, "global_load_dwordx4": 1, "global_load_dword": 1},
+    # 5 operands of 16 bytes; scales as above.
+    "mxfp4 scaled": {"global_load_dwordx4": 6, "global_load_dword": 1},
 }
+BF16_MFMA = "v_mfma_f32_16x16x32_bf16"
+SCALED_MFMA = "v_mfma_scale_f32_16x16x128_f8f6f4"
 
 
 def problem(format: str, heads: int, q_len: int, **changes) -> DecodeProblem:
@@ -50,27 +55,35 @@ def check_decode(kernel: BuiltKernel, spec: DecodeSpec, sgpr_spills: int = 0) ->
     assert kernel.resources["vgprs"] * spec.blocks_per_cu <= 512
     names = instructions(kernel.isa)
     mfma = [n for n in names if n.startswith("v_mfma")]
-    assert set(mfma) == {"v_mfma_f32_16x16x32_bf16"}
-    # Scores: 18 steps of 32 dims for each 16-key subtile; values: 8 blocks of 16 dims, 2 chunks of 32 keys.
-    assert len(mfma) == spec.row_tiles * (18 + 16)
+    # Values: 8 blocks of 16 dims, 2 chunks of 32 keys. Scores: 18 steps of 32 dims for each 16-key subtile, or 5 of 128, twice.
+    wanted = {BF16_MFMA: 16, SCALED_MFMA: 10} if spec.scaled_scores else {BF16_MFMA: spec.row_tiles * (18 + 16)}
+    assert Counter(mfma) == wanted
 
     loop = loop_text(kernel.isa)
     counts = by_kind(instructions(loop))
     assert counts["mfma"] == len(mfma)
     assert counts["s_barrier"] == 4
     assert counts["ds_read_b64_tr_b16"] == 32
+    # Keys for scores (from LDS unless scaled), the maxima, 2 chunks of probabilities a row tile; the branch that drops what is not
+    # finite reads a thread's 18 pieces once more.
+    keys_read = 0 if spec.scaled_scores else 18 * spec.row_tiles
+    assert counts["ds_read_b128"] == keys_read + 1 + 2 * spec.row_tiles + (18 if spec.hides_keys else 0)
     loads = {n: c for n, c in counts.items() if n.startswith(("global_load", "buffer_load", "flat_load"))}
     pages = {} if spec.tile_in_page or spec.table_kind == "contiguous" else {"global_load_dword": 2 if spec.format == "bf16" else 1}
-    expected = {n: TILE_LOADS[spec.format].get(n, 0) + pages.get(n, 0) for n in {*TILE_LOADS[spec.format], *pages}}
+    data = TILE_LOADS["mxfp4 scaled" if spec.scaled_scores else spec.format]
+    expected = {n: data.get(n, 0) + pages.get(n, 0) for n in {*data, *pages}}
     assert loads == expected
 
     # Masking selects, twice a score (sentinel before the maximum, zero after the exponential), and never with infinity.
     assert "0xff800000" not in loop
     assert len(re.findall(r"v_cndmask_b32", loop)) >= 8 * spec.row_tiles
     assert len(re.findall(r"v_cmp_\w+", loop)) >= 4 * spec.row_tiles
-    # The next tile's loads stay in flight over the whole computation.
-    computing = loop[loop.index("v_mfma") : loop.rindex("v_mfma")]
-    assert "vmcnt" not in computing
+    # The next tile's loads stay in flight over the whole computation: going round from the last of them, every MFMA comes before
+    # anything waits for memory.
+    lines = loop.splitlines()
+    last_load = max(i for i, line in enumerate(lines) if "global_load" in line)
+    around = "\n".join(lines[last_load + 1 :] + lines[:last_load])
+    assert around.split("vmcnt")[0].count("v_mfma") == len(mfma)
     print(f"{kernel.name}: {kernel.resources}, {512 // kernel.resources['vgprs']} waves a SIMD; loop {dict(counts)}")
 
 

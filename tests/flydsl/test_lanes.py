@@ -91,6 +91,49 @@ def test_probabilities_and_transposed_values():
             assert got[l, e] == pytest.approx(want[lanes.result_row(l, e), lanes.mfma_row(l)])
 
 
+def test_scaled_scores_of_a_key():
+    """E2M1 keys times e4m3 queries as scaled.py lays them out: 5 steps of 128, the last half empty, scales per 32 key values.
+
+    The instruction: A 4-bit, lane l holds row l % 16, indices 32 (l / 16) .. + 31; B 8-bit, lane l holds column l % 16, indices
+    16 (l / 16) .. + 15 and 64 more; lane group g supplies the scale of indices 32 g .. + 31 of its row.
+    """
+    rng = np.random.default_rng(2)
+    keys, query = rng.integers(-6, 7, (16, 576)), rng.integers(-8, 9, (16, 576))
+    exponents = rng.integers(-3, 4, (16, 18))
+    want = query @ (keys * np.repeat(2.0**exponents, 32, axis=1)).T
+    got = np.zeros((16, 16))
+    for step in range(5):
+        a, b, scale = np.zeros((16, 128)), np.zeros((16, 128)), np.ones((16, 4))
+        for l in LANES:
+            row, group = lanes.mfma_row(l), lanes.mfma_group(l)
+            used = step < 4 or group < 2
+            for e in range(32):
+                # What the kernel loads: key bytes 64 step + 16 group .. + 15, two values a byte; query values by two runs.
+                a[row, 32 * (l // 16) + e] = keys[row, 2 * (64 * step + 16 * group) + e] if used else 0
+                assert lanes.scaled_key_k(l, e) == 32 * (l // 16) + e
+                k = 128 * step + 16 * group + e % 16 + 64 * (e // 16)
+                b[row, 16 * (l // 16) + e % 16 + 64 * (e // 16)] = query[row, k] if k < 576 else 0
+                assert lanes.scaled_query_k(l, e) == k - 128 * step
+            scale[row, l // 16] = 2.0 ** exponents[row, 4 * step + group] if used else 1
+        got += b @ (a * np.repeat(scale, 32, axis=1)).T
+    np.testing.assert_array_equal(got, want)
+
+
+def test_two_e4m3_hold_a_bf16_query():
+    """Nearest e4m3, then 32 times what is left as e4m3: exact for every bf16 down to 2^-13 of the row's largest."""
+    import torch
+
+    bits = torch.arange(0x4300 - (14 << 7), 0x4380, dtype=torch.int32)  # magnitudes 2^-7 .. 256
+    x = (bits << 16).view(torch.float32)
+    x = torch.cat([x, -x])
+    high = x.to(torch.float8_e4m3fn).float()
+    low = ((x - high) * 32).to(torch.float8_e4m3fn).float() / 32
+    assert ((x - high).abs() * 32 <= 448).all()
+    exact = (high + low) == x
+    assert exact[x.abs() >= 2.0**-6].all()
+    assert ((high + low - x).abs() <= 2.0**-15).all()
+
+
 @pytest.mark.parametrize("row_tiles", [1, 2, 4])
 def test_probability_exchange(row_tiles):
     """Where the score waves store and where the value waves load: every (row, key) of a tile arrives at its slot.

@@ -18,7 +18,15 @@ from pathlib import Path
 from ...errors import BackendUnavailable, InvalidArgument
 from ...problem import DecodeProblem
 from .spec import (
-    COMBINE_ARGS, COMBINE_THREADS, DECODE_ARGS, LDS_LIMIT, NUM_THREADS, PLAN_ARGS, CombineSpec, DecodeSpec, PlanSpec,
+    COMBINE_ARGS,
+    COMBINE_THREADS,
+    DECODE_ARGS,
+    LDS_LIMIT,
+    NUM_THREADS,
+    PLAN_ARGS,
+    CombineSpec,
+    DecodeSpec,
+    PlanSpec,
 )  # fmt: skip
 from .splits import work_shape
 from .toolchain import compile_launcher, flydsl_missing, resources

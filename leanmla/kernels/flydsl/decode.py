@@ -35,7 +35,7 @@ from types import SimpleNamespace
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
-from . import lanes, ops, staging
+from . import lanes, ops, scaled, staging
 from .pages import KeyRows, kv_length
 from .spec import NUM_THREADS, ROW_BYTES, TILE, DecodeSpec
 
@@ -108,13 +108,19 @@ def _visible_keys(spec: DecodeSpec, kv_len, q_len, row):
 # -- steps of a tile ----------------------------------------------------------------------------------------------------
 
 
-def _load_query(address):
-    """Operand B of the score product: 8 values at dims 32 k + 8 group, for 18 steps."""
-    return [ops.global_load(address, fx.BFloat16, 8, offset=64 * k) for k in range(QK_STEPS)]
+def _load_query(spec: DecodeSpec, address, group):
+    """(operand B of the score product, the factor its scores lack): 8 values at dims 32 k + 8 group, for 18 steps."""
+    if spec.scaled_scores:
+        high, low, factor = scaled.load_query(address + ops.widen(group * 32))
+        return (high, low), factor
+    address = address + ops.widen(group * 16)
+    return [ops.global_load(address, fx.BFloat16, 8, offset=64 * k) for k in range(QK_STEPS)], fx.Float32(1.0)
 
 
-def _scores(spec: DecodeSpec, lds, key_row, query):
+def _scores(spec: DecodeSpec, lds, key_row, query, operands):
     """Raw scores of this wave's keys: one vector of 4 keys for each of its 16-key subtiles."""
+    if spec.scaled_scores:
+        return [scaled.scores(query, *operands)]
     scores = []
     for subtile in range(spec.row_tiles):
         # Two accumulators halve the chain of dependent MFMAs.
@@ -144,11 +150,11 @@ def _pick(values, index):
     return picked
 
 
-def _score_tile(spec: DecodeSpec, lds, at, query, first_key, maxima):
+def _score_tile(spec: DecodeSpec, lds, at, query, operands, first_key, maxima):
     """Steps 3 and 4: (which keys this row sees, scores, new maxima, factors that bring older sums to them)."""
     layout = spec.lds
     seen, values = [], []
-    for subtile, raw in enumerate(_scores(spec, lds, at.key_row, query)):
+    for subtile, raw in enumerate(_scores(spec, lds, at.key_row, query, operands)):
         for element in range(4):
             key = first_key + at.first_score_key + (16 * subtile + element)
             visible = key < at.row_keys
@@ -273,10 +279,10 @@ def make_decode(spec: DecodeSpec):
         query_index = ops.udiv(read_row, spec.num_heads)
         token = ops.minimum(first_query_row + query_index, total_q - 1)
         head = ops.umod(read_row, spec.num_heads)
-        query = _load_query(q + ops.widen(token) * q_row_stride + ops.widen(head) * q_head_stride + ops.widen(group * 16))
+        query, query_factor = _load_query(spec, q + ops.widen(token) * q_row_stride + ops.widen(head) * q_head_stride, group)
 
         key_scale = staging.key_scale(spec.format, kv_scale)
-        scale = sm_scale * key_scale * (1.0 if spec.has_cap else LOG2_E)
+        scale = sm_scale * key_scale * query_factor * (1.0 if spec.has_cap else LOG2_E)
         source_row, source_column = lanes.transposed_read_source(lane)
         first_subtile = key_group * spec.row_tiles
         at = SimpleNamespace(
@@ -303,7 +309,7 @@ def make_decode(spec: DecodeSpec):
         total = fx.Float32(0.0)
         accumulators = [_zero4() for _ in range(spec.row_tiles * DIM_BLOCKS)]
         pages = staging.no_pages(spec)
-        held = staging.nothing_held(spec.format)
+        held = staging.nothing_held(spec)
         if tiles > 0:
             pages = staging.find_pages(rows, first)
             held = staging.load(rows, pages, first)
@@ -311,13 +317,13 @@ def make_decode(spec: DecodeSpec):
 
         for index in range(0, tiles, 1):
             first_key = first + fx.Int32(index) * TILE
-            staging.write(spec.format, lds, thread, held)
+            operands = staging.write(spec, lds, thread, held)
             ops.barrier()
             if first_key + TILE < end:
                 held = staging.load(rows, pages, first_key + TILE)
                 pages = staging.find_pages(rows, first_key + 2 * TILE)
-            seen, values, maxima, factors = _score_tile(spec, lds, at, query, first_key, maxima)
-            if fx.const_expr(spec.hides_keys):
+            seen, values, maxima, factors = _score_tile(spec, lds, at, query, operands, first_key, maxima)
+            if fx.const_expr(spec.hides_keys):  # noqa: SIM102 (one is decided while compiling, the other on the device)
                 if first_key + TILE > first_hidden:
                     staging.drop_non_finite(spec.format, lds, thread)
             total, accumulators = _value_tile(spec, lds, at, seen, values, maxima, factors, total, accumulators)

@@ -15,6 +15,8 @@ __all__ = [
     "operand_k",
     "probability_slot_key",
     "result_row",
+    "scaled_key_k",
+    "scaled_query_k",
     "transposed_read_source",
 ]
 
@@ -35,6 +37,19 @@ def mfma_group(lane):
 def operand_k(lane, element):
     """``v_mfma_f32_16x16x32_bf16``: contraction index of ``element`` 0..7 of an operand register set."""
     return mfma_group(lane) * 8 + element
+
+
+def scaled_key_k(lane, element):
+    """``v_mfma_scale_f32_16x16x128_f8f6f4``, 4-bit operand: contraction index of ``element`` 0..31; one scale a lane covers them."""
+    return mfma_group(lane) * 32 + element
+
+
+def scaled_query_k(lane, element):
+    """The same instruction, 8-bit operand: two runs of 16, half of the contraction apart.
+
+    Scales do not follow: lane group ``g`` supplies the scale of contraction indices 32 g .. 32 g + 31, which other lanes hold.
+    """
+    return mfma_group(lane) * 16 + (element & 15) + 64 * (element >> 4)
 
 
 def result_row(lane, element):

@@ -13,21 +13,31 @@ from flydsl._mlir.dialects import rocdl as rocdl_ops
 
 __all__ = [
     "Lds",
+    "align_bytes",
     "barrier",
     "bf16_from_fp4",
     "bf16_from_fp8",
     "exp2",
     "global_load",
     "global_store",
+    "lds_load",
+    "lds_store",
     "log2",
     "maximum",
+    "maximum_int",
     "mfma_bf16",
+    "mfma_fp4_fp8",
+    "minimum",
+    "own_copy",
     "pack_bf16",
+    "pack_fp8",
     "reciprocal",
     "select",
+    "shuffle_from",
     "udiv",
     "umod",
     "uniform",
+    "unpack_fp8",
     "widen",
     "xor_lanes",
 ]
@@ -115,6 +125,19 @@ def lds_load(lds: Lds, dynamic, *, offset: int = 0):
 def lds_store(lds: Lds, dynamic, value, *, offset: int = 0) -> None:
     """One 4-byte value."""
     lds.store(dynamic, value, offset=offset, align=4)
+
+
+def own_copy(vector):
+    """The int32s of ``vector`` in registers of their own, whatever the compiler thinks of it.
+
+    Where a value is still needed after its successor has begun to load, the compiler lets both live and copies the successor at the end
+    of the loop: a wait for memory in the middle of the computation. A copy made before frees the registers the load goes to.
+    """
+    kind = fx.Int32.ir_type
+    words = [
+        llvm.inline_asm(kind, [_ir(vector[i])], "v_mov_b32 $0, $1", "=v,v", has_side_effects=True) for i in range(vector.numel)
+    ]
+    return V.from_elements([fx.Int32(w) for w in words], fx.Int32)
 
 
 def barrier() -> None:
@@ -223,3 +246,32 @@ def mfma_bf16(a, b, c):
     """``v_mfma_f32_16x16x32_bf16``: c + a @ b.T over 32 elements; a, b 8 bf16 a lane, c 4 fp32 (see lanes.py)."""
     kind = V.make_type(4, fx.Float32)
     return V(fx.rocdl.mfma_f32_16x16x32_bf16(kind, [_ir(a), _ir(b), _ir(c), 0, 0, 0]), (4,), fx.Float32)
+
+
+def mfma_fp4_fp8(a, a_scale, b, b_scale, c):
+    """``v_mfma_scale_f32_16x16x128_f8f6f4``: c + (a * 2^(a_scale - 127)) @ (b * 2^(b_scale - 127)).T over 128 elements.
+
+    a: 32 E2M1 codes a lane (int32 x 4), b: 32 e4m3 a lane (int32 x 8); scales: E8M0 in byte 0, one for 32 elements. See scaled.py.
+    """
+    kind = V.make_type(4, fx.Float32)
+    a = a.shuffle(V.filled(4, 0, fx.Int32), list(range(8)))  # the builder takes 8 registers; the instruction reads 4
+    e2m1, e4m3 = 4, 0
+    operands = [_ir(a), _ir(b), _ir(c), e2m1, e4m3, 0, _ir(a_scale), 0, _ir(b_scale)]
+    return V(fx.rocdl.mfma_scale_f32_16x16x128_f8f6f4(kind, operands), (4,), fx.Float32)
+
+
+def pack_fp8(values):
+    """Four fp32, at most 448 in magnitude, to e4m3 (nearest even) in an int32."""
+    word = _ir(fx.Int32(0))
+    for half in range(2):
+        a, b = _ir(values[2 * half]), _ir(values[2 * half + 1])
+        word = rocdl_ops.cvt_pk_fp8_f32(fx.Int32.ir_type, a, b, word, bool(half))
+    return fx.Int32(word)
+
+
+def unpack_fp8(word):
+    """The four e4m3 of an int32 as fp32."""
+    kind, one = V.make_type(2, fx.Float32), _ir(fx.Float32(1.0))
+    halves = [V(rocdl_ops.cvt_scalef32_pk_f32_fp8(kind, _ir(word), one, bool(h)), (2,), fx.Float32) for h in range(2)]
+    return [halves[i // 2][i % 2] for i in range(4)]
+

@@ -125,6 +125,14 @@ class DecodeSpec:
         return f"mla_decode_{self.format}_h{self.num_heads}_r{16 * self.row_tiles}_{pages}_{self.split_mode}{flags}"
 
     @property
+    def scaled_scores(self) -> bool:
+        """Whether scores multiply E2M1 keys as they are (scaled.py) instead of bf16 from LDS.
+
+        Only for 16 rows: more would have several waves load the same keys.
+        """
+        return self.format == "mxfp4" and self.row_tiles == 1
+
+    @property
     def hides_keys(self) -> bool:
         """Whether rows of one block may differ in the keys they see, because the block spans several query rows."""
         return self.causal and self.num_heads % self.rows != 0

@@ -8,7 +8,7 @@ format   keys a thread            pieces of a key            registers held betw
 =======  =======================  =========================  ====================================
 bf16     2: t / 8 and 32 + t / 8  9 x 16 bytes, 128 apart    72
 fp8      1: t / 4                 9 x 16 bytes, 64 apart     36
-mxfp4    1: t / 4                 9 x 8 bytes, 32 apart      18, and 5 of scales
+mxfp4    1: t / 4                 9 x 8 bytes, 32 apart      18, and 5 of scales (16 rows: scaled.py)
 =======  =======================  =========================  ====================================
 
 Neighbouring threads read neighbouring pieces, so a wave's load instruction touches whole 128-, 64- or 32-byte segments.
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import flydsl.expr as fx
 
-from . import ops
+from . import ops, scaled
 from .pages import KeyRows, data_address, page_of, scale_address
 from .spec import ROW_BYTES, DecodeSpec
 
@@ -47,18 +47,25 @@ def _own_keys(format: str, thread, first_key):
 
 def no_pages(spec: DecodeSpec):
     """What find_pages returns, before there is anything to find."""
+    if spec.scaled_scores:
+        return scaled.no_pages()
     return [fx.Int32(0) for _ in range(1 if spec.tile_in_page else _SHAPES[spec.format].keys)]
 
 
 def find_pages(rows: KeyRows, first_key):
     """Page ids of this thread's keys in a tile; one id, the same for the whole block, where a tile never leaves a page."""
+    if rows.spec.scaled_scores:
+        return scaled.find_pages(rows, first_key)
     if rows.spec.tile_in_page:
         return [page_of(rows, first_key)]
     return [page_of(rows, key) for key in _own_keys(rows.spec.format, rows.thread, first_key)]
 
 
-def nothing_held(format: str):
+def nothing_held(spec: DecodeSpec):
     """What load returns, before there is anything to load."""
+    if spec.scaled_scores:
+        return scaled.nothing_held()
+    format = spec.format
     shape = _SHAPES[format]
     words = shape.piece // 4
     held = {"data": [V.filled(words, 0, fx.Int32) for _ in range(PIECES * shape.keys)]}
@@ -70,6 +77,8 @@ def nothing_held(format: str):
 
 def load(rows: KeyRows, pages, first_key):
     """Start the loads of this thread's share of a tile; the values are waited for where :func:`write` uses them."""
+    if rows.spec.scaled_scores:
+        return scaled.load(rows, pages, first_key)
     format, thread = rows.spec.format, rows.thread
     shape = _SHAPES[format]
     piece = (thread & (shape.threads - 1)) * shape.piece
@@ -91,8 +100,13 @@ def load(rows: KeyRows, pages, first_key):
     return held
 
 
-def write(format: str, lds, thread, held) -> None:
-    """Convert what :func:`load` brought and store it to LDS."""
+def write(spec: DecodeSpec, lds, thread, held):
+    """Convert what :func:`load` brought and store it to LDS. Returns the key operands if scores do not come from LDS, else None."""
+    if spec.scaled_scores:
+        data, scales = scaled.operands(thread, held)
+        scaled.write(lds, thread, data, scales)
+        return data, scales
+    format = spec.format
     shape = _SHAPES[format]
     threads_log2 = shape.threads.bit_length() - 1
     row = (thread >> threads_log2) * ROW_BYTES + (thread & (shape.threads - 1)) * shape.piece_lds
@@ -108,6 +122,7 @@ def write(format: str, lds, thread, held) -> None:
             pairs = _fp8_pairs(words) if format == "fp8" else _fp4_pairs(words, scales[j])
             for half in range(2):
                 lds.store(row, _join(pairs[4 * half : 4 * half + 4]), offset=offset + 16 * half)
+    return None
 
 
 def drop_non_finite(format: str, lds, thread) -> None:
