@@ -55,7 +55,19 @@ from .simd import (
     where_less,
     where_less_i,
 )  # fmt: skip
-from .tiles import BF16, ROW_BF16, ROW_FP32, TILE, even_spacing, find_tokens, load_tile, prefetch_token, write_e2m1_table
+from .tiles import (
+    BF16,
+    ROW_BF16,
+    ROW_FP32,
+    TILE,
+    TOKEN_LIST_BYTES,
+    TOKENS,
+    even_spacing,
+    find_tokens,
+    load_tile,
+    prefetch_half_token,
+    write_e2m1_table,
+)
 
 MAX_ROWS = 128  #: query rows an item
 # Scratch of one worker: byte offsets of its parts.
@@ -70,8 +82,8 @@ _ALPHA = _SUM_BF16 + MAX_ROWS * 4
 _BOUND = _ALPHA + MAX_ROWS * 4
 _ROW = _BOUND + MAX_ROWS * 4
 _TABLE = _ROW + ROW_FP32
-_ADDRESSES = _TABLE + 64
-SCRATCH_BYTES = _ADDRESSES + TILE * 16
+_AHEAD = _TABLE + 64
+SCRATCH_BYTES = _AHEAD + TOKEN_LIST_BYTES
 
 MERGE_BYTES = MERGE.itemsize
 
@@ -115,26 +127,26 @@ def _pack_query(call, item, scratch):
 
 
 @njit(nogil=True)
-def _logits_bf16(tile, row_stride, num_keys, q, groups, logits, ahead, num_ahead, token_bytes):
+def _logits_bf16(tile, row_stride, num_keys, q, groups, logits, ahead):
     for key in range(0, num_keys, BLOCK_ROWS):
         for group in range(groups):
             acc = _zeros()
             a, b = tile + key * row_stride, q + group * 288 * 64
             for part in range(BLOCK_ROWS):
-                prefetch_token(ahead, key + part, num_ahead if group == 0 else 0, token_bytes)
+                prefetch_half_token(ahead if group == 0 else 0, key + part)
                 for k in range(part * 288 // BLOCK_ROWS, (part + 1) * 288 // BLOCK_ROWS):
                     acc = add_outer_bf16(acc, a + k * 4, row_stride, load_i(b + k * 64))
             store_block(acc, logits + key * groups * 64 + group * 64, groups * 64)
 
 
 @njit(nogil=True)
-def _logits_fp32(tile, num_keys, q, groups, logits, ahead, num_ahead, token_bytes):
+def _logits_fp32(tile, num_keys, q, groups, logits, ahead):
     for key in range(0, num_keys, BLOCK_ROWS):
         for group in range(groups):
             acc = _zeros()
             a, b = tile + key * ROW_FP32, q + group * 576 * 64
             for part in range(BLOCK_ROWS):
-                prefetch_token(ahead, key + part, num_ahead if group == 0 else 0, token_bytes)
+                prefetch_half_token(ahead if group == 0 else 0, key + part)
                 for k in range(part * 576 // BLOCK_ROWS, (part + 1) * 576 // BLOCK_ROWS):
                     acc = add_outer(acc, a + k * 4, ROW_FP32, load_f(b + k * 64))
             store_block(acc, logits + key * groups * 64 + group * 64, groups * 64)
@@ -197,11 +209,13 @@ def _make_values(zeros):
     """The product of step 4 for as many rows as ``zeros`` returns accumulators."""
 
     @njit(nogil=True)
-    def values_bf16(p, row_bytes, tile, row_stride, num_keys, out, alpha):
+    def values_bf16(p, row_bytes, tile, row_stride, num_keys, out, alpha, ahead):
         pairs = num_keys // 2
         low, high = splat_i(0xFFFF), splat_i(HIGH)
         for j in range(16):
             v = tile + j * 64
+            prefetch_half_token(ahead, TILE + 4 * j)
+            prefetch_half_token(ahead, TILE + 4 * j + 1)
             acc = load_block_scaled(zeros(), out + j * 128, 2048, alpha)  # even columns of 32
             for k in range(pairs):
                 x, y = load_i(v + 2 * k * row_stride), load_i(v + (2 * k + 1) * row_stride)
@@ -209,6 +223,8 @@ def _make_values(zeros):
             if num_keys & 1:
                 acc = add_outer_bf16(acc, p + pairs * row_bytes, 4, load_i(v + 2 * pairs * row_stride) & low)
             store_block(acc, out + j * 128, 2048)
+            prefetch_half_token(ahead, TILE + 4 * j + 2)
+            prefetch_half_token(ahead, TILE + 4 * j + 3)
             acc = load_block_scaled(zeros(), out + j * 128 + 64, 2048, alpha)  # odd columns
             for k in range(pairs):
                 x, y = load_i(v + 2 * k * row_stride), load_i(v + (2 * k + 1) * row_stride)
@@ -218,9 +234,11 @@ def _make_values(zeros):
             store_block(acc, out + j * 128 + 64, 2048)
 
     @njit(nogil=True)
-    def values_fp32(p, row_bytes, tile, num_keys, out, alpha):
+    def values_fp32(p, row_bytes, tile, num_keys, out, alpha, ahead):
         for j in range(32):
             v = tile + j * 64
+            prefetch_half_token(ahead, TILE + 2 * j)
+            prefetch_half_token(ahead, TILE + 2 * j + 1)
             acc = load_block_scaled(zeros(), out + j * 64, 2048, alpha)
             for k in range(num_keys):
                 acc = add_outer(acc, p + k * row_bytes, 4, load_f(v + k * ROW_FP32))
@@ -235,25 +253,26 @@ _values_bf16_1, _values_fp32_1 = _make_values(make_zero_block(1))
 
 
 @njit(nogil=True, inline="always")
-def _accumulate(scratch, tile, row_stride, as_bf16, row_start, row_end, groups, num_keys):
+def _accumulate(scratch, tile, row_stride, as_bf16, row_start, row_end, groups, num_keys, ahead):
     """Step 4 for some rows of the item and the first ``num_keys`` keys of the tile."""
     r = row_start
     while r < row_end:
         p, out, alpha = scratch + _LOGITS + r * 4, scratch + _OUT + r * 2048, scratch + _ALPHA + r * 4
+        soon = ahead if r == 0 else 0  # the next tile is asked for once
         step = BLOCK_ROWS if row_end - r >= BLOCK_ROWS else 4 if row_end - r >= 4 else 1
         if as_bf16:
             if step == BLOCK_ROWS:
-                _values_bf16_block(p, groups * 64, tile, row_stride, num_keys, out, alpha)
+                _values_bf16_block(p, groups * 64, tile, row_stride, num_keys, out, alpha, soon)
             elif step == 4:
-                _values_bf16_4(p, groups * 64, tile, row_stride, num_keys, out, alpha)
+                _values_bf16_4(p, groups * 64, tile, row_stride, num_keys, out, alpha, soon)
             else:
-                _values_bf16_1(p, groups * 64, tile, row_stride, num_keys, out, alpha)
+                _values_bf16_1(p, groups * 64, tile, row_stride, num_keys, out, alpha, soon)
         elif step == BLOCK_ROWS:
-            _values_fp32_block(p, groups * 64, tile, num_keys, out, alpha)
+            _values_fp32_block(p, groups * 64, tile, num_keys, out, alpha, soon)
         elif step == 4:
-            _values_fp32_4(p, groups * 64, tile, num_keys, out, alpha)
+            _values_fp32_4(p, groups * 64, tile, num_keys, out, alpha, soon)
         else:
-            _values_fp32_1(p, groups * 64, tile, num_keys, out, alpha)
+            _values_fp32_1(p, groups * 64, tile, num_keys, out, alpha, soon)
         r += step
 
 
@@ -287,9 +306,9 @@ def _finish(call, item, scratch):
 
 
 @njit(nogil=True, inline="always")
-def _find(call, item, addresses, start, end):
+def _find(call, item, tokens, start, end):
     find_tokens(
-        addresses, start, end, call.data, call.page_stride, call.token_stride,
+        tokens, start, end, call.token_bytes, call.data, call.page_stride, call.token_stride,
         call.scales, call.scale_page_stride, call.scale_token_stride, item.page_ids, item.first_slot, call.page_size,
     )  # fmt: skip
 
@@ -317,8 +336,9 @@ def _decode_item(call, item, scratch):
     kv_end = min(item.kv_end, visible_0 + last_token * step)
     seen_by_all = visible_0 + first_token * step
 
-    # Addresses of the tile to come: its tokens are prefetched while the current tile is multiplied.
-    ahead = scratch + _ADDRESSES
+    # The tokens of the tile to come: prefetched bit by bit while the current tile is multiplied, half of them in each
+    # product. All at once they would fill the core's miss buffers and hold up the loads of the products.
+    ahead = scratch + _AHEAD
     start = item.kv_start
     _find(call, item, ahead, start, min(start + TILE, kv_end))
     while start < kv_end:
@@ -328,32 +348,31 @@ def _decode_item(call, item, scratch):
         tile, row_stride = scratch + _TILE, ROW_BF16
         spacing = 0
         if as_bf16 and call.format == BF16 and num_keys == TILE:
-            spacing = even_spacing(ahead, TILE)
+            spacing = even_spacing(ahead)
         if spacing != 0:
-            tile, row_stride = scalar_i64(ahead), spacing
+            tile, row_stride = scalar_i64(ahead + TOKENS), spacing
         else:
-            load_tile(tile, as_bf16, call.format, ahead, num_keys, scratch + _TABLE)
-        num_ahead = min(TILE, kv_end - end)
-        _find(call, item, ahead, end, end + num_ahead)
+            load_tile(tile, as_bf16, call.format, ahead, scratch + _TABLE)
+        _find(call, item, ahead, end, min(end + TILE, kv_end))
 
         q, logits = scratch + _Q, scratch + _LOGITS
         if as_bf16:
-            _logits_bf16(tile, row_stride, num_keys, q, groups, logits, ahead, num_ahead, call.token_bytes)
+            _logits_bf16(tile, row_stride, num_keys, q, groups, logits, ahead)
         else:
-            _logits_fp32(tile, num_keys, q, groups, logits, ahead, num_ahead, call.token_bytes)
+            _logits_fp32(tile, num_keys, q, groups, logits, ahead)
         for group in range(groups):
             _softmax_tile(
                 scratch, group, groups, start, num_keys, call.sm_scale * call.tensor_scale, call.logit_cap, as_bf16
             )
         if end <= seen_by_all:
-            _accumulate(scratch, tile, row_stride, as_bf16, 0, (num_rows + 3) // 4 * 4, groups, num_keys)
+            _accumulate(scratch, tile, row_stride, as_bf16, 0, (num_rows + 3) // 4 * 4, groups, num_keys, ahead)
         else:
             for token in range(first_token, last_token + 1):
                 row_start = max(token * call.num_heads, item.row_start) - item.row_start
                 row_end = min((token + 1) * call.num_heads, item.row_end) - item.row_start
                 visible = min(visible_0 + token * step - start, num_keys)
                 if visible > 0:
-                    _accumulate(scratch, tile, row_stride, as_bf16, row_start, row_end, groups, visible)
+                    _accumulate(scratch, tile, row_stride, as_bf16, row_start, row_end, groups, visible, ahead)
         start = end
     _finish(call, item, scratch)
 

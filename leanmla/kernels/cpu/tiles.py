@@ -44,6 +44,8 @@ FORMAT_CODES = {"bf16": BF16, "fp8": FP8, "mxfp4": MXFP4, "fp8_tile128": FP8_TIL
 ROW_FP32 = 576 * 4
 ROW_BF16 = 576 * 2
 TILE = 64  #: tokens a tile
+TOKENS = 16  # bytes before the addresses of a list of tokens
+TOKEN_LIST_BYTES = TOKENS + 2 * TILE * 8
 BLOCKS = 18  # of 32 values
 LATENT_BLOCKS = 16
 
@@ -165,14 +167,16 @@ def write_e2m1_table(address):
 
 @njit(nogil=True)
 def find_tokens(
-    addresses,  # out: int64 addresses of the tokens' data, then (TILE entries on) of their mxfp4 scales
-    start, end,  # token range of the sequence
-    data, page_stride, token_stride,  # address and byte strides of the cache
+    tokens,  # out, int64: count, bytes a token, TILE addresses of data, TILE addresses of mxfp4 scales
+    start, end,  # token range of the sequence, at most TILE
+    token_bytes, data, page_stride, token_stride,  # address and byte strides of the cache
     scales, scale_page_stride, scale_token_stride,  # the same of the mxfp4 scales; 0 elsewhere
     page_ids,  # address of the sequence's int32 page ids; 0: token t is `first_slot + t`
     first_slot, page_size,
 ):  # fmt: skip
     """Walk the page table for tokens ``start:end``, a run within one page at a time. Reads no other entry of it."""
+    store_scalar_i64(tokens, end - start)
+    store_scalar_i64(tokens + 8, token_bytes)
     t = start
     while t < end:
         page, slot, run = 0, first_slot + t, end - t
@@ -182,45 +186,49 @@ def find_tokens(
         source = data + page * page_stride + slot * token_stride
         scale = scales + page * scale_page_stride + slot * scale_token_stride
         for i in range(run):
-            at = addresses + (t - start + i) * 8
+            at = tokens + TOKENS + (t - start + i) * 8
             store_scalar_i64(at, source + i * token_stride)
             store_scalar_i64(at + TILE * 8, scale + i * scale_token_stride)
         t += run
 
 
 @njit(nogil=True)
-def load_tile(tile, as_bf16, format_code, addresses, num_keys, table):
-    """Dequantise the first ``num_keys`` tokens of a list; ``table`` is from write_e2m1_table."""
+def load_tile(tile, as_bf16, format_code, tokens, table):
+    """Dequantise the tokens of a list; ``table`` is from write_e2m1_table."""
     row_bytes = ROW_BF16 if as_bf16 else ROW_FP32
-    for i in range(num_keys):
-        row, source = tile + i * row_bytes, scalar_i64(addresses + i * 8)
+    for i in range(scalar_i64(tokens)):
+        row, source = tile + i * row_bytes, scalar_i64(tokens + TOKENS + i * 8)
         if format_code == BF16:
             bf16_token(row, source, as_bf16)
         elif format_code == FP8:
             fp8_token(row, source, as_bf16)
         elif format_code == MXFP4:
-            mxfp4_token(row, source, scalar_i64(addresses + (TILE + i) * 8), table, as_bf16)
+            mxfp4_token(row, source, scalar_i64(tokens + TOKENS + (TILE + i) * 8), table, as_bf16)
         else:
             fp8_tile128_token(row, source)
 
 
 @njit(nogil=True, inline="always")
-def prefetch_token(addresses, i, num_keys, token_bytes):
-    """Ask for the data of token ``i`` of a list of ``num_keys``."""
-    if i < num_keys:
-        source = scalar_i64(addresses + i * 8)
-        for line in range(0, token_bytes, 64):
+def prefetch_half_token(tokens, half):
+    """Ask for the first (``half`` even) or second half of the data of token ``half // 2`` of a list; a list of 0 has none."""
+    if tokens != 0 and half < 2 * scalar_i64(tokens):
+        token_bytes = scalar_i64(tokens + 8)
+        source = scalar_i64(tokens + TOKENS + half // 2 * 8)
+        middle = token_bytes // 128 * 64
+        start, end = (middle, token_bytes) if half & 1 else (0, middle)
+        for line in range(start, end, 64):
             prefetch(source + line)
-        scale = scalar_i64(addresses + (TILE + i) * 8)
+        scale = scalar_i64(tokens + TOKENS + (TILE + half // 2) * 8)
         if scale != 0:
             prefetch(scale)
 
 
 @njit(nogil=True)
-def even_spacing(addresses, num_keys):
-    """Bytes from token to token if all are equal, otherwise 0."""
-    spacing = scalar_i64(addresses + 8) - scalar_i64(addresses)
-    for i in range(2, num_keys):
-        if scalar_i64(addresses + i * 8) - scalar_i64(addresses + (i - 1) * 8) != spacing:
+def even_spacing(tokens):
+    """Bytes from token to token of a full list if all are equal, otherwise 0."""
+    first = tokens + TOKENS
+    spacing = scalar_i64(first + 8) - scalar_i64(first)
+    for i in range(2, TILE):
+        if scalar_i64(first + i * 8) - scalar_i64(first + (i - 1) * 8) != spacing:
             return 0
     return spacing
