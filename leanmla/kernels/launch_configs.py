@@ -52,13 +52,18 @@ def decode_config(problem: DecodeProblem, device: DeviceInfo) -> TritonConfig:
     """Block sizes for a problem on a device."""
     total = max(1, problem.num_heads * problem.max_q_len)
     if device.kind == "cuda" and device.sm >= 90:
-        rows = _rows(total, 64)
-        warps = 4 if rows == 16 else 8
         if problem.format == "bf16":
-            return _config(total, rows, 64, warps, 2, 1, "wgmma; two 72 KB stages fill shared memory")
+            rows = _rows(total, 64)
+            if rows == 16:
+                return _config(total, 16, 64, 4, 1, 2, "wgmma; two blocks a multiprocessor load and compute in turns")
+            return _config(total, rows, 32, 8, 2, 1, "wgmma; 32 keys a tile leave room for the queries")
+        # tile128 scales each partial sum: more registers, so fewer rows.
+        rows = _rows(total, 32 if problem.format == "fp8_tile128" else 64)
+        warps = 4 if rows == 16 and problem.format != "fp8_tile128" else 8
         return _config(
-            total, rows, 64, warps, 1, 2 if rows == 16 else 1, "wgmma; one decoded 72 KB tile, the next tile's bytes wait in registers"
-        )
+            total, rows, 64, warps, 1, 2 if warps == 4 else 1,
+            "wgmma; one decoded tile in shared memory, the next one's bytes wait in registers",
+        )  # fmt: skip
     rows = _rows(total, 32)
     return _config(total, rows, 32, 4, 2 if problem.format == "bf16" else 1, 2, "mma.sync / MFMA")
 

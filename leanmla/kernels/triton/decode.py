@@ -28,7 +28,7 @@ or a repetition of the last key. Page-table slots past the last key are not read
 import triton
 import triton.language as tl
 
-from .formats import decode, flag_nan, has_flag, hide_rows, load_words, nan_tokens, no_flags, tile_scales
+from .formats import decode, half_words, hide_rows, load_words, tile_scales
 from .plan import find_item, key_range, kv_length
 
 #: P is stored as 16-bit floats scaled by 2**P_SHIFT, so that fp16's subnormals begin at weights of 2**-24.
@@ -200,7 +200,8 @@ def accumulate(accs, ks, p, alpha, scales, FORMAT: tl.constexpr):
     new = ()
     for j in tl.static_range(len(ks)):
         if FORMAT == "fp8_tile128":
-            weights = (p * scales[j // 2][:, None]).to(ks[j].dtype)
+            # A key that a row does not see has weight 0, also if its scale is not finite.
+            weights = tl.where(p == 0.0, 0.0, p * scales[j // 2][:, None]).to(ks[j].dtype)
         else:
             weights = p.to(ks[j].dtype)
         new = new + (tl.dot(tl.trans(ks[j]), weights, accs[j] * alpha[None, :]),)
@@ -230,33 +231,72 @@ def in_order(accs, R: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, FORMAT: tl.constexpr, SPLIT_Q: tl.constexpr):
+    """S^T [keys, R], to be multiplied by ``factor``."""
+    if FORMAT == "fp8_tile128":
+        s = dot_tiles(k, q, scales) * latent_factor[None, :]
+    else:
+        s = dot_all(tl.zeros([k[0].shape[0], q[0].shape[1]], tl.float32), k, q)
+        if SPLIT_Q:
+            s = dot_all(s, k, q_lo)
+    s = dot_all(s, r, qr)
+    if SPLIT_Q:
+        s = dot_all(s, r, qr_lo)
+    return s
+
+
+@triton.jit
 def careful_pass(
-    data_ptr, pages_ptr, first_slot, stride_page, start, end, bound, factor, cap,
+    data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor, latent_factor, cap,
     q, qr, q_lo, qr_lo,
-    R: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr, PAGE_SIZE: tl.constexpr, CAPPED: tl.constexpr,
-    SPLIT_Q: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
+    FORMAT: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    CAPPED: tl.constexpr, SPLIT_Q: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_SCALE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A bf16 range once more, with non-finite values hidden from the rows that do not see their key.
+    """A range once more, with values that are not finite hidden from the rows that do not see their key.
 
     Only run when the fast pass met one. Small tiles: it need not be fast, and must not cost the fast pass registers.
     """
     BS: tl.constexpr = 16
+    TILED: tl.constexpr = FORMAT == "fp8_tile128"
     m = tl.full([R], float("-inf"), tl.float32)
     l = tl.zeros([R], tl.float32)
-    acc = tl.zeros([512, R], tl.float32)
+    accs = ()
+    for _ in tl.static_range(PARTS):
+        accs = accs + (tl.zeros([512 // PARTS, R], tl.float32),)
     for n in tl.range(start, end, BS, num_stages=1):
-        base, at = token_rows(n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BS, TABLE, PAGE_SIZE, False)
-        k = tl.load(data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :])
-        r = tl.load(data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :])
-        s = tl.dot(r, qr, tl.dot(k, q))
-        if SPLIT_Q:
-            s = tl.dot(r, qr_lo, tl.dot(k, q_lo, s))
-        p, alpha, m = soft_weights(s, m, n, bound, factor, cap, 0.0, CAPPED, False)
+        if FORMAT == "bf16":
+            base, at = token_rows(n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BS, TABLE, PAGE_SIZE, False)
+            k = (tl.load(data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :]),)
+            r = (tl.load(data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :]),)
+            scales = ()
+        else:
+            raw = load_tile(
+                n, end, data_ptr.to(tl.pointer_type(tl.int32)), scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
+                FORMAT, UNIT, BS, TABLE, PAGE_SIZE, False, STRIDE_TOKEN, STRIDE_SCALE,
+            )  # fmt: skip
+            k, r = decode(raw, FORMAT, PTX)
+            scales = tile_scales(raw, FORMAT)
+        lift = 0.0
+        if TILED:
+            lift = log2_of_largest(scales)
+        s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, FORMAT, SPLIT_Q)
+        p, alpha, m = soft_weights(s, m, n, bound, factor, cap, lift, CAPPED, TILED)
         l = l * alpha + tl.sum(p, 0)
         # Rows that see such a key already have NaN (or infinite) weights from its logit.
-        v = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, tl.zeros_like(k))
-        acc = tl.dot(tl.trans(v), p.to(k.dtype), acc * alpha[None, :])
-    return acc, m, l
+        v = ()
+        for j in tl.static_range(PARTS):
+            v = v + (tl.where(tl.abs(k[j].to(tl.float32)) < float("inf"), k[j], tl.zeros_like(k[j])),)
+        accs = accumulate(accs, v, p, alpha, scales, FORMAT)
+    return accs, m, l
+
+
+@triton.jit
+def all_finite(xs):
+    """Whether all of a tuple of tensors is finite, as int32."""
+    worst = tl.max(tl.abs(xs[0]).to(tl.int32, bitcast=True))  # ordered like the magnitudes, NaN above infinity
+    for j in tl.static_range(1, len(xs)):
+        worst = tl.maximum(worst, tl.max(tl.abs(xs[j]).to(tl.int32, bitcast=True)))
+    return worst < 0x7F800000
 
 
 @triton.jit
@@ -425,29 +465,20 @@ def decode_kernel(
                     n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE
                 )
                 k_ptr = data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :]
-                r_ptr = data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :]
+                # The rope part as words, so that it becomes a register operand (see below).
+                r_ptr = (data_ptr + base).to(tl.pointer_type(tl.int32)) + (at // 2)[:, None] + (256 + tl.arange(0, 32))[None, :]
                 if TILE_IN_PAGE:
                     # The rest of the page is not ours; asynchronous copies fill with zeros at no cost.
                     keep = (n + tl.arange(0, BN) < end)[:, None]
                     k = tl.load(k_ptr, mask=keep, other=0.0)
-                    r = tl.load(r_ptr, mask=keep, other=0.0)
+                    r = half_words(tl.load(r_ptr, mask=keep, other=0), tl.bfloat16)
                 else:
                     k = tl.load(k_ptr)
-                    r = tl.load(r_ptr)
-                s = tl.dot(r, qr[0], tl.dot(k, q[0]))
-                if SPLIT_Q:
-                    s = tl.dot(r, qr_lo[0], tl.dot(k, q_lo[0], s))
+                    r = half_words(tl.load(r_ptr), tl.bfloat16)
+                s = logits((k,), (r,), q, qr, q_lo, qr_lo, (), latent_factor, FORMAT, SPLIT_Q)
                 p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, 0.0, CAPPED, False)
                 sums = sums * alpha[None, :] + p
                 acc = tl.dot(tl.trans(k), p.to(tl.bfloat16), acc * alpha[None, :])
-            l = tl.sum(sums, 0)
-            if MANY_Q and CAUSAL:
-                # A value that is not finite reaches the rows that do not see it as 0 * NaN: look again if one turned up.
-                if tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1) != 0:
-                    acc, m, l = careful_pass(
-                        data_ptr, pages_ptr, first_slot, stride_page, start, end, bound, factor, logit_cap,
-                        q[0], qr[0], q_lo[0], qr_lo[0], R, UNIT, TABLE, PAGE_SIZE, CAPPED, SPLIT_Q, STRIDE_TOKEN,
-                    )  # fmt: skip
             accs = (acc,)
         else:
             TILED: tl.constexpr = FORMAT == "fp8_tile128"
@@ -457,17 +488,17 @@ def decode_kernel(
                 start, end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
                 FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
             )  # fmt: skip
-            bad = no_flags(BN, FORMAT, NUM_WARPS)
-            # One trip, which the machine-code compiler can tell and the tile compiler cannot: inside, the decoded tile is a
+            # One trip, which the machine-code compiler can tell and the tile compiler cannot: inside, the decoded latent is a
             # block argument, and those become operands in shared memory that both products read. Outside, the tile
             # compiler would bring each product's operand into registers by a trip through shared memory of its own.
+            # The rope part serves one product and stays outside: a register operand. (In shared memory its space would be
+            # reused for P, and ptxas 12.8 then takes the upper half of P's matrix descriptors from an undefined register.)
             one = tl.minimum(tl.maximum(batch, 1), 1)
             for n in tl.range(start, end, BN, num_stages=1):
                 if TILE_IN_PAGE:
                     if n + BN > end:
-                        # The rest of the page is not ours: it must not raise a flag.
+                        # The rest of the page is not ours, and weight 0 does not hide a NaN.
                         raw = hide_rows(raw, n + tl.arange(0, BN) < end)
-                bad = flag_nan(bad, raw, FORMAT, NUM_WARPS)
                 k, r = decode(raw, FORMAT, PTX)
                 scales = tile_scales(raw, FORMAT)
                 for i in tl.range(0, one, num_stages=1):
@@ -480,32 +511,21 @@ def decode_kernel(
                     lift = 0.0
                     if TILED:
                         lift = log2_of_largest(scales)
-                        s = dot_tiles(k, q, scales) * latent_factor[None, :]
-                    else:
-                        s = dot_all(tl.zeros([BN, R], tl.float32), k, q)
-                        if SPLIT_Q:
-                            s = dot_all(s, k, q_lo)
-                    s = dot_all(s, r, qr)
-                    if SPLIT_Q:
-                        s = dot_all(s, r, qr_lo)
+                    s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, FORMAT, SPLIT_Q)
                     p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, lift, CAPPED, TILED)
                     sums = sums * alpha[None, :] + p
                     accs = accumulate(accs, k, p, alpha, scales, FORMAT)
-                    # Never used: they make the operands loop-carried.
+                    # Never used: it makes the operands loop-carried.
                     k = zeroed(k)
-                    r = zeroed(r)
-            l = tl.sum(sums, 0)
-            if has_flag(bad, FORMAT) != 0:
-                # Some key holds a NaN: find the first such, and make NaN of the rows that see it.
-                worst = end
-                for n in tl.range(start, end, BN, num_stages=1):
-                    raw = load_tile(
-                        n, end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
-                        FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
-                    )  # fmt: skip
-                    key = n + tl.arange(0, BN)
-                    worst = tl.minimum(worst, tl.min(tl.where(nan_tokens(raw, FORMAT) != 0, key, end), 0))
-                l = tl.where(worst < bound, float("nan"), l)
+        l = tl.sum(sums, 0)
+        if MANY_Q and CAUSAL:
+            # A value that is not finite reaches the rows that do not see it as 0 * NaN: look again if one turned up.
+            if all_finite(accs) == 0:
+                accs, m, l = careful_pass(
+                    data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor,
+                    latent_factor, logit_cap, q, qr, q_lo, qr_lo, FORMAT, R, PARTS, UNIT, TABLE, PAGE_SIZE, CAPPED, SPLIT_Q,
+                    STRIDE_TOKEN, STRIDE_SCALE, PTX,
+                )  # fmt: skip
 
     # -- results; a row that saw nothing has l = 0
     seen = l != 0.0  # NaN counts as seen

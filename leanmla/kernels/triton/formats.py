@@ -18,22 +18,12 @@ tile128  4 e4m3; rope: 2 bf16                           8 x fp16,     latent / s
 Scales that differ within a key cannot leave a sum over d. mxfp4's are powers of two and go into the operand, exactly.
 tile128's are any fp32 numbers: they multiply the partial sums of their 128 dimensions (logits) and the weights (values).
 
-NaN. The decoders give *finite* values for codes that stand for NaN and report them apart, because an operand with a NaN
-in it would poison rows that do not see that key (0 * NaN). The kernel collects the reports, and in the rare tile range
-that has one it looks up which rows see it.
+NaN codes decode to NaN. A NaN in the values would reach rows that do not see its key as 0 * NaN; the decode kernel looks
+for that at the end and repairs it (``careful_pass``).
 """
 
 import triton
 import triton.language as tl
-
-
-#: From this E8M0 byte on a key counts as NaN: 255 is, and with 2**126 and 2**127 the largest codes overflow bf16 and fp32.
-E8M0_NOT_FINITE = tl.constexpr(253)
-
-
-@triton.jit
-def bit_or(a, b):
-    return a | b
 
 
 @triton.jit
@@ -45,27 +35,32 @@ def half_words(w, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def e4m3_pairs(w):
+def mark_nan(magnitude, PTX: tl.constexpr):
+    """Words of two fp16 magnitudes from e4m3, with all bits of a half set where it is the NaN code's 0x3F80 (1.875)."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 c; mov.b32 c, 0x3F803F80; set.eq.u32.f16x2 c, $1, c; or.b32 $0, $1, c; }",
+            "=r,r",
+            [magnitude],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        top = ((magnitude + 0x00800080) >> 14) & 0x00010001
+        return magnitude | (top * 0x7FFF)
+
+
+@triton.jit
+def e4m3_pairs(w, PTX: tl.constexpr):
     """Words of e4m3 bytes b3 b2 b1 b0 -> (words of fp16 (b2, b0), of (b3, b1)), each value * 2**-8.
 
-    e4m3 shifted left by 7 is fp16 with an exponent bias that is 8 too small: exact for every code, subnormals included.
-    The two NaN codes come out as +-1.875; see :func:`e4m3_nan`.
+    e4m3 shifted left by 7 is fp16 with an exponent bias that is 8 too small: exact for every finite code, subnormals
+    included.
     """
-    even = ((w << 8) & -2147450880) | ((w << 7) & 0x3F803F80)  # -2147450880 = 0x80008000
-    odd = (w & -2147450880) | ((w >> 1) & 0x3F803F80)
-    return even, odd
-
-
-@triton.jit
-def e4m3_nan(w):
-    """Words whose bytes have bit 7 set where the byte is a NaN (0x7F or 0xFF); the other bits mean nothing."""
-    return (w & 0x7F7F7F7F) + 0x01010101
-
-
-@triton.jit
-def any_nan(flags):
-    """Whether an OR of :func:`e4m3_nan` words reports a NaN."""
-    return (flags & -2139062144) != 0  # 0x80808080
+    even = mark_nan((w << 7) & 0x3F803F80, PTX)
+    odd = mark_nan((w >> 1) & 0x3F803F80, PTX)
+    return ((w << 8) & -2147450880) | even, (w & -2147450880) | odd  # -2147450880 = 0x80008000
 
 
 @triton.jit
@@ -110,9 +105,9 @@ def scaled_bf16(w, scale_bits, PTX: tl.constexpr):
 
 @triton.jit
 def e8m0_bits(byte):
-    """E8M0 bytes as words of the bf16 bits twice. Byte 0 is 2**-127, a bf16 subnormal; what is not finite becomes 0."""
+    """E8M0 bytes as words of the bf16 bits twice. Byte 0 is 2**-127, a bf16 subnormal; 255 is NaN."""
     bits = tl.where(byte == 0, 0x40, byte << 7)
-    bits = tl.where(byte >= E8M0_NOT_FINITE, 0, bits)
+    bits = tl.where(byte == 255, 0x7FC0, bits)
     return bits | (bits << 16)
 
 
@@ -122,21 +117,6 @@ def spread(x, W: tl.constexpr):
     m: tl.constexpr = x.shape[0]
     n: tl.constexpr = x.shape[1]
     return tl.reshape(tl.broadcast_to(tl.expand_dims(x, 2), [m, n, W // n]), [m, W])
-
-
-@triton.jit
-def any_in_lane(flags, NUM_WARPS: tl.constexpr):
-    """OR of words [m, n] over what one thread holds of them (16-byte loads, rows across warps): no exchange, few registers."""
-    m: tl.constexpr = flags.shape[0]
-    n: tl.constexpr = flags.shape[1]
-    pass_rows: tl.constexpr = min(NUM_WARPS * 128 // n, m)
-    x = tl.reshape(flags, [m // pass_rows, pass_rows, n // 4, 4])
-    return tl.reduce(tl.reduce(x, 3, bit_or), 0, bit_or)
-
-
-@triton.jit
-def finite(x):
-    return tl.abs(x) < float("inf")
 
 
 @triton.jit
@@ -189,9 +169,9 @@ def hide_rows(raw, keep):
 
 
 @triton.jit
-def e4m3_operands(w):
+def e4m3_operands(w, PTX: tl.constexpr):
     """Words of e4m3 -> fp16 operands of even and of odd d."""
-    even, odd = e4m3_pairs(w)
+    even, odd = e4m3_pairs(w, PTX)
     return half_words(even, tl.float16), half_words(odd, tl.float16)
 
 
@@ -211,81 +191,19 @@ def e2m1_operands(w, scale_bytes, PTX: tl.constexpr):
 def decode(raw, FORMAT: tl.constexpr, PTX: tl.constexpr):
     """(latent operands, rope operands) of a tile."""
     if FORMAT == "fp8":
-        return e4m3_operands(raw[0]), e4m3_operands(raw[1])
+        return e4m3_operands(raw[0], PTX), e4m3_operands(raw[1], PTX)
     elif FORMAT == "mxfp4":
         return e2m1_operands(raw[0], raw[2], PTX), e2m1_operands(raw[1], raw[3], PTX)
     else:
-        latent = e4m3_operands(raw[0]) + e4m3_operands(raw[1]) + e4m3_operands(raw[2]) + e4m3_operands(raw[3])
-        return latent, (half_words(raw[4], tl.bfloat16),)
+        low = e4m3_operands(raw[0], PTX) + e4m3_operands(raw[1], PTX)
+        high = e4m3_operands(raw[2], PTX) + e4m3_operands(raw[3], PTX)
+        return low + high, (half_words(raw[4], tl.bfloat16),)
 
 
 @triton.jit
 def tile_scales(raw, FORMAT: tl.constexpr):
-    """tile128: its four scales [BN]; a scale that is not finite becomes 0 (it is flagged). Otherwise ()."""
+    """tile128: its four scales [BN]. Otherwise ()."""
     if FORMAT == "fp8_tile128":
-        return (
-            tl.where(finite(raw[5]), raw[5], 0.0),
-            tl.where(finite(raw[6]), raw[6], 0.0),
-            tl.where(finite(raw[7]), raw[7], 0.0),
-            tl.where(finite(raw[8]), raw[8], 0.0),
-        )
+        return raw[5], raw[6], raw[7], raw[8]
     else:
         return ()
-
-
-@triton.jit
-def scales_not_finite(raw):
-    """tile128: int32 [BN], 1 where one of a token's scales is not finite."""
-    fine = finite(raw[5]) & finite(raw[6]) & finite(raw[7]) & finite(raw[8])
-    return fine.to(tl.int32) ^ 1
-
-
-@triton.jit
-def no_flags(BN: tl.constexpr, FORMAT: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Start values for :func:`flag_nan`: two int32 tensors."""
-    if FORMAT == "fp8":
-        return any_in_lane(tl.zeros([BN, 128], tl.int32), NUM_WARPS), any_in_lane(tl.zeros([BN, 16], tl.int32), NUM_WARPS)
-    elif FORMAT == "mxfp4":
-        return tl.zeros([BN, 16], tl.int32), tl.zeros([BN, 2], tl.int32)
-    else:
-        return any_in_lane(tl.zeros([BN, 32], tl.int32), NUM_WARPS), tl.zeros([BN], tl.int32)
-
-
-@triton.jit
-def flag_nan(bad, raw, FORMAT: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Remember whether a tile holds a NaN that :func:`decode` hid. In-lane operations only."""
-    if FORMAT == "fp8":
-        return bad[0] | any_in_lane(e4m3_nan(raw[0]), NUM_WARPS), bad[1] | any_in_lane(e4m3_nan(raw[1]), NUM_WARPS)
-    elif FORMAT == "mxfp4":
-        return bad[0] | (raw[2] >= E8M0_NOT_FINITE).to(tl.int32), bad[1] | (raw[3] >= E8M0_NOT_FINITE).to(tl.int32)
-    else:
-        # The bf16 rope keeps its NaN: it only enters the logits.
-        codes = e4m3_nan(raw[0]) | e4m3_nan(raw[1]) | e4m3_nan(raw[2]) | e4m3_nan(raw[3])
-        return bad[0] | any_in_lane(codes, NUM_WARPS), bad[1] | scales_not_finite(raw)
-
-
-@triton.jit
-def has_flag(bad, FORMAT: tl.constexpr):
-    """Whether :func:`flag_nan` met a NaN, as a scalar int32."""
-    if FORMAT == "fp8":
-        return tl.max(any_nan(bad[0]).to(tl.int32)) | tl.max(any_nan(bad[1]).to(tl.int32))
-    elif FORMAT == "mxfp4":
-        return tl.max(bad[0]) | tl.max(bad[1])
-    else:
-        return tl.max(any_nan(bad[0]).to(tl.int32)) | tl.max(bad[1])
-
-
-@triton.jit
-def nan_tokens(raw, FORMAT: tl.constexpr):
-    """int32 [BN], nonzero for tokens with a NaN that :func:`decode` hid."""
-    if FORMAT == "fp8":
-        a = tl.max(any_nan(e4m3_nan(raw[0])).to(tl.int32), 1)
-        b = tl.max(any_nan(e4m3_nan(raw[1])).to(tl.int32), 1)
-    elif FORMAT == "mxfp4":
-        a = tl.max((raw[2] >= E8M0_NOT_FINITE).to(tl.int32), 1)
-        b = tl.max((raw[3] >= E8M0_NOT_FINITE).to(tl.int32), 1)
-    else:
-        codes = e4m3_nan(raw[0]) | e4m3_nan(raw[1]) | e4m3_nan(raw[2]) | e4m3_nan(raw[3])
-        a = tl.max(any_nan(codes).to(tl.int32), 1)
-        b = scales_not_finite(raw)
-    return a | b
