@@ -170,19 +170,19 @@ def build(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
     plan = combine = None
     if spec.planned:
         plan_spec = PlanSpec(problem.table_kind, problem.page_size, shape.split_mode)
-        constants = {
+        plan_constants = {
             "batch": batch,
             "num_workers": shape.num_workers,
             "split_size": shape.split_size,
             "fan_log2": 8 - max(0, min(batch, NUM_THREADS) - 1).bit_length(),
         }
-        plan = _built(plan_spec, PLAN_ARGS, target, NUM_THREADS, 1, problem, constants)
+        plan = _built(plan_spec, PLAN_ARGS, target, NUM_THREADS, 1, problem, plan_constants)
     if shape.split_mode != "one":
         combine_spec = CombineSpec(problem.num_heads, problem.ragged_q, spec.planned)
         max_rows = problem.num_heads * problem.max_q_len
-        constants = {"max_rows": max_rows, "row_capacity": shape.row_capacity, "q_len": q_len, "num_splits": shape.num_splits}
-        combine = _built(combine_spec, COMBINE_ARGS, target, COMBINE_THREADS, batch * max_rows, problem, constants)
-    constants = {
+        merge_constants = {"max_rows": max_rows, "row_capacity": shape.row_capacity, "q_len": q_len, "num_splits": shape.num_splits}
+        combine = _built(combine_spec, COMBINE_ARGS, target, COMBINE_THREADS, batch * max_rows, problem, merge_constants)
+    constants: dict[str, int | float] = {
         "max_items": shape.max_items,
         "row_capacity": shape.row_capacity,
         "total_q": problem.total_q,

@@ -17,6 +17,7 @@ Neighbouring threads read neighbouring pieces, so a wave's load instruction touc
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import flydsl.expr as fx
 
@@ -82,7 +83,7 @@ def load(rows: KeyRows, pages, first_key):
     format, thread = rows.spec.format, rows.thread
     shape = _SHAPES[format]
     piece = (thread & (shape.threads - 1)) * shape.piece
-    held = {"data": []}
+    held: dict[str, Any] = {"data": []}
     for i, key in enumerate(_own_keys(format, thread, first_key)):
         page = pages[0 if rows.spec.tile_in_page else i]
         address = data_address(rows, page, key) + ops.widen(piece)
@@ -111,7 +112,7 @@ def write(spec: DecodeSpec, lds, thread, held):
     threads_log2 = shape.threads.bit_length() - 1
     row = (thread >> threads_log2) * ROW_BYTES + (thread & (shape.threads - 1)) * shape.piece_lds
     keys_a_pass = 256 // shape.threads
-    scales = _block_scales(held) if format == "mxfp4" else None
+    scales = _block_scales(held) if format == "mxfp4" else []
     for key in range(shape.keys):
         for j in range(PIECES):
             words = held["data"][key * PIECES + j]
