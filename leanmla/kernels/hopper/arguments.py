@@ -30,7 +30,7 @@ def tensors(args: DecodeArgs, launch: HopperLaunch, workspace) -> dict[str, obje
     last = table.kv_last_page_len if table.kv_last_page_len is not None else lens
     ids = table.page_ids if table.page_ids is not None else lens
     lse = args.lse
-    return dict(
+    return dict(  # noqa: C408 - names of kernel arguments
         q_ptr=q,
         q_stride_token=q.stride(0),
         q_stride_head=q.stride(1),
@@ -62,7 +62,7 @@ def tensors(args: DecodeArgs, launch: HopperLaunch, workspace) -> dict[str, obje
 def constants(args: DecodeArgs, launch: HopperLaunch) -> dict[str, object]:
     """Compile-time arguments that every decode kernel has."""
     problem = args.problem
-    return dict(
+    return dict(  # noqa: C408 - names of kernel arguments
         KIND=launch.kind,
         PAGE_SIZE=args.table.page_size,
         RAGGED_Q=args.qo_indptr is not None,

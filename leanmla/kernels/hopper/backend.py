@@ -10,7 +10,7 @@ import torch
 from ...device import DeviceInfo, describe, triton_missing
 from ...errors import CapacityExceeded, InvalidArgument
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
-from .launch import BLOCK_KEYS, HopperLaunch, choose_launch
+from .launch import BLOCK_KEYS, choose_launch
 
 __all__ = ["BACKEND", "HopperBackend", "Workspace"]
 

@@ -24,7 +24,9 @@ tokens, 64/BOX boxes for pages of 16k or 32k, and cp.async of single rows for an
 Keys past the end of a sequence: the score is replaced by -inf, and the rows of the tile are overwritten with zeros before
 the tensor cores read them as values (0 * NaN is NaN). The gather fetches zeros there in the first place.
 
-With two warpgroups (ROWS = 64) each computes the scores of half the rows, and half of the 512 values of all rows.
+With two warpgroups (ROWS = 64) each computes the scores of half the rows, and half of the 512 values of all rows. Starting the
+scores of tile i+1 before the softmax of tile i was slower there (1060 us against 760 at batch 256, 8192 keys, 64 heads): with
+two stages the wait for tile i+1 then comes before the work on tile i that frees the other stage.
 """
 
 import torch
@@ -50,7 +52,7 @@ from .loader import clear_rows, loader, uniform, warm_up
 from .pages import BLOCK, Pages
 from .reduction import counter_of, meet, store_columns
 from .schedule import has_work, plan_piece, segment, split_slots
-from .softmax import LOG2E, cap_logits, rescale, row_limits
+from .softmax import LOG2E, log2, probabilities, reciprocal, row_limits
 
 __all__ = ["decode_bf16", "launch"]
 
@@ -84,6 +86,37 @@ def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_first, first_r
 
 
 @gluon.jit
+def _scores(latent, rope, q_latent, q_rope, q_latent2, q_rope2, full, used, i, kv_len,
+            S: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, SPLIT_Q: gl.constexpr):  # fmt: skip
+    """Wait for tile i (the block's ``used``-th) and start S^T = K Q^T; the result is still in flight."""
+    WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
+    stage = uniform(used % STAGES)
+    zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 36 descriptors out of vector registers
+    mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+    k = latent.index(stage)
+    if GATHER:
+        fence_async_shared()  # cp.async writes like an ordinary store
+    elif i * BLOCK + BLOCK > kv_len:
+        clear_rows(k._reinterpret(gl.int32, [BLOCK, LATENT // 2], WORDS), kv_len - i * BLOCK)
+    x = gl.zeros([BLOCK, ROWS], gl.float32, S)
+    x = warpgroup_mma(k, q_latent.index(zero).permute((1, 0)), x, use_acc=False, is_async=True)
+    x = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), x, is_async=True)
+    if SPLIT_Q:
+        x = warpgroup_mma(k, q_latent2.index(zero).permute((1, 0)), x, is_async=True)
+        x = warpgroup_mma(rope.index(stage), q_rope2.index(zero).permute((1, 0)), x, is_async=True)
+    return x
+
+
+@gluon.jit
+def _values(latent, p_tile, p, alpha, acc, used, O: gl.constexpr, STAGES: gl.constexpr):
+    """Start O^T = alpha O^T + V^T P^T; the result is still in flight."""
+    p_tile.store(p.to(gl.bfloat16))
+    fence_async_shared()
+    acc = acc * gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
+    return warpgroup_mma(latent.index(uniform(used % STAGES)).permute((1, 0)), p_tile, acc, is_async=True)
+
+
+@gluon.jit
 def _mathematician(
     q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
@@ -95,7 +128,6 @@ def _mathematician(
     GROUPS: gl.constexpr = NUM_WARPS // 4
     S: gl.constexpr = NVMMADistributedLayout([3, 0], [4, GROUPS], [16, ROWS // GROUPS, 16])
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, ROWS, 16])
-    WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     scale = sm_scale * LOG2E
     b = piece.b
     at = piece.start
@@ -103,7 +135,7 @@ def _mathematician(
     more = has_work(piece, MODE)
     used = 0
     while more:
-        kv_len, first_id, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
+        kv_len, _, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
         q_first, q_count = pages.query(b)
         # kv_len is never negative: the term keeps offsets of rows from being worked out once, before the loop, and spilled.
         first_row = tile * ROWS + gl.minimum(kv_len, 0)
@@ -122,43 +154,19 @@ def _mathematician(
             m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, S))
             den = gl.zeros([BLOCK, ROWS], gl.float32, S)
             for i in range(lo, hi):
-                stage = uniform(used % STAGES)
-                zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 36 descriptors out of vector registers
-                mbarrier.wait(full.index(stage), (used // STAGES) & 1)
-                k = latent.index(stage)
-                if GATHER:
-                    fence_async_shared()  # cp.async writes like an ordinary store
-                elif i * BLOCK + BLOCK > kv_len:
-                    clear_rows(k._reinterpret(gl.int32, [BLOCK, LATENT // 2], WORDS), kv_len - i * BLOCK)
-                x = gl.zeros([BLOCK, ROWS], gl.float32, S)
-                x = warpgroup_mma(k, q_latent.index(zero).permute((1, 0)), x, use_acc=False, is_async=True)
-                x = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), x, is_async=True)
-                if SPLIT_Q:
-                    x = warpgroup_mma(k, q_latent2.index(zero).permute((1, 0)), x, is_async=True)
-                    x = warpgroup_mma(rope.index(stage), q_rope2.index(zero).permute((1, 0)), x, is_async=True)
+                x = _scores(latent, rope, q_latent, q_rope, q_latent2, q_rope2, full, used, i, kv_len, S, ROWS, STAGES, GATHER, SPLIT_Q)
                 x = warpgroup_mma_wait(0, deps=[x])
-                x = x * scale
-                if HAS_CAP:
-                    x = cap_logits(x, logit_cap)
-                if i * BLOCK + BLOCK > shared_keys:
-                    key = i * BLOCK + gl.arange(0, BLOCK, SliceLayout(1, S))
-                    x = gl.where(key[:, None] < limit[None, :], x, float("-inf"))
-                m, ref, alpha = rescale(m, x)
-                p = gl.exp2(x - ref[None, :])
-                den = den * alpha[None, :] + p
-                p_tile.store(p.to(gl.bfloat16))
-                fence_async_shared()
-                acc = acc * gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
-                acc = warpgroup_mma(k.permute((1, 0)), p_tile, acc, is_async=True)
+                p, m, den, alpha = probabilities(x * scale, m, den, i, limit, shared_keys, logit_cap, S, HAS_CAP, 0.0)
+                acc = _values(latent, p_tile, p, alpha, acc, used, O, STAGES)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 thread_barrier()
-                mbarrier.arrive(empty.index(stage), count=1)
+                mbarrier.arrive(empty.index(used % STAGES), count=1)
                 used += 1
 
             total = gl.sum(den, 0)
             none = total == 0.0
-            lse2 = gl.where(none, float("-inf"), m + gl.log2(gl.where(none, 1.0, total)))
-            inv = gl.where(none, 0.0, 1.0 / gl.where(none, 1.0, total))
+            lse2 = gl.where(none, float("-inf"), m + log2(total))
+            inv = gl.where(none, 0.0, reciprocal(total))
             acc = acc * gl.convert_layout(inv, SliceLayout(0, O))[None, :]
             r = gl.arange(0, ROWS, SliceLayout(0, O))
             rs = gl.arange(0, ROWS, SliceLayout(0, S))
@@ -256,7 +264,7 @@ def decode_bf16(
                 desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                 HEADS, STAGES, BOX, 64, 1152, GATHER, MODE)),
         ],
-        [LOADER_WARPS], [56 if GATHER else 40],
+        [LOADER_WARPS], [(120 if num_warps == 4 else 72) if GATHER else 40],
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ from .loader import clear_rows, loader, uniform, warm_up
 from .pages import BLOCK, Pages
 from .reduction import counter_of, meet, store_columns
 from .schedule import has_work, plan_piece, segment, split_slots
-from .softmax import LOG2E, cap_logits, rescale, row_limits
+from .softmax import LOG2E, log2, probabilities, reciprocal, row_limits
 
 __all__ = ["decode_fp8", "launch"]
 
@@ -187,6 +187,82 @@ def _interleave(even, odd, ptr_row, ok, first_d):
 
 
 @gluon.jit
+def _ready(latent, full, used, i, kv_len, STAGES: gl.constexpr, GATHER: gl.constexpr):
+    """Wait for tile i, the block's ``used``-th; returns its stage."""
+    WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
+    stage = uniform(used % STAGES)
+    mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+    if GATHER:
+        fence_async_shared()  # cp.async writes like an ordinary store
+    elif i * BLOCK + BLOCK > kv_len:
+        clear_rows(latent.index(stage)._reinterpret(gl.int32, [BLOCK, LATENT // 4], WORDS), kv_len - i * BLOCK)
+    return stage
+
+
+@gluon.jit
+def _score_part(keys, q, S2: gl.constexpr, ROWS: gl.constexpr):
+    return warpgroup_mma(keys, q.permute((1, 0)), gl.zeros([BLOCK, 2 * ROWS], gl.float32, S2), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len,
+            S2: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+    """S^T = K [hi | lo]^T of tile i.
+
+    PARTS 5: each panel of 128 values, and the rope part, gets an accumulator of its own and the five are added in fp32, because
+    fp8 wgmma keeps about 14 bits of a running sum. PARTS 1: one accumulator, where registers are short.
+    """
+    stage = _ready(latent, full, used, i, kv_len, STAGES, GATHER)
+    zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 18 descriptors out of vector registers
+    k = latent.index(stage)
+    q = q_latent.index(zero)
+    if PARTS == 5:
+        a0 = _score_part(k.slice(0, 128, dim=1), q.slice(0, 128, dim=1), S2, ROWS)
+        a1 = _score_part(k.slice(128, 128, dim=1), q.slice(128, 128, dim=1), S2, ROWS)
+        a2 = _score_part(k.slice(256, 128, dim=1), q.slice(256, 128, dim=1), S2, ROWS)
+        a3 = _score_part(k.slice(384, 128, dim=1), q.slice(384, 128, dim=1), S2, ROWS)
+        a4 = _score_part(rope.index(stage), q_rope.index(zero), S2, ROWS)
+        a0, a1, a2, a3, a4 = warpgroup_mma_wait(0, deps=[a0, a1, a2, a3, a4])
+        both = ((a0 + a1) + (a2 + a3)) + a4
+    else:
+        both = _score_part(k, q, S2, ROWS)
+        both = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), both, is_async=True)
+        both = warpgroup_mma_wait(0, deps=[both])
+    return both
+
+
+@gluon.jit
+def _sum_terms(both, S: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr):
+    """hi + lo of the scores: both terms of a row lie in the same thread."""
+    hi, lo = gl.split(gl.permute(gl.reshape(both, [BLOCK, GROUPS, 2, ROWS // GROUPS]), (0, 1, 3, 2)))
+    return gl.convert_layout(gl.reshape(hi + lo, [BLOCK, ROWS]), S, assert_trivial=True)
+
+
+@gluon.jit
+def _values_f16(latent, p_tile, p, alpha, even, odd, used, O: gl.constexpr, A: gl.constexpr, V16: gl.constexpr, STAGES: gl.constexpr):
+    """O^T = alpha O^T + V^T P^T with values widened to fp16, 16 keys at a time; the last products are still in flight."""
+    PAIRS: gl.constexpr = NVMMASharedLayout(128, 16, 2)
+    pairs = latent.index(uniform(used % STAGES))._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
+    p_tile.store(p.to(gl.float16))
+    fence_async_shared()
+    factor = gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
+    even = even * factor
+    odd = odd * factor
+    ve, vo = _widen(pairs.slice(0, 16).load(V16), A)
+    for c in gl.static_range(BLOCK // 16):
+        pc = p_tile.slice(c * 16, 16)
+        even = warpgroup_mma(ve, pc, even, is_async=True)
+        odd = warpgroup_mma(vo, pc, odd, is_async=True)
+        # the next 16 keys are loaded and widened while these products run
+        if c + 1 < BLOCK // 16:
+            ve_next, vo_next = _widen(pairs.slice((c + 1) * 16, 16).load(V16), A)
+            even, odd, ve, vo = warpgroup_mma_wait(0, deps=[even, odd, ve, vo])
+            ve = ve_next
+            vo = vo_next
+    return even, odd
+
+
+@gluon.jit
 def _mathematician(
     q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
@@ -201,10 +277,10 @@ def _mathematician(
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, ROWS, 32 if FP8_P else 16])
     A: gl.constexpr = DotOperandLayout(0, O, 4 if FP8_P else 2)
     PAIRS: gl.constexpr = NVMMASharedLayout(128, 16, 2)
-    WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     COLS: gl.constexpr = 16 * NUM_WARPS  # byte pairs a product
     V8: gl.constexpr = byte_pairs_fp8(NUM_WARPS)
     V16: gl.constexpr = byte_pairs_f16(NUM_WARPS)
+    PARTS: gl.constexpr = 5 if ROWS == 16 else 1
     # exp2 of scores is scaled so that its e4m3 terms keep small weights
     P_SHIFT: gl.constexpr = 8.0 if FP8_P else 0.0
     kv_scale = gl.load(kv_scale_ptr)
@@ -215,7 +291,7 @@ def _mathematician(
     more = has_work(piece, MODE)
     used = 0
     while more:
-        kv_len, first_id, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
+        kv_len, _, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
         q_first, q_count = pages.query(b)
         # kv_len is never negative: the term keeps offsets of rows from being worked out once, before the loop, and spilled.
         first_row = tile * ROWS + gl.minimum(kv_len, 0)
@@ -244,32 +320,14 @@ def _mathematician(
                 odd = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
             m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, S))
             den = gl.zeros([BLOCK, ROWS], gl.float32, S)
-            for i in range(lo, hi):
-                stage = uniform(used % STAGES)
-                zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 18 descriptors out of vector registers
-                mbarrier.wait(full.index(stage), (used // STAGES) & 1)
-                k = latent.index(stage)
-                if GATHER:
-                    fence_async_shared()  # cp.async writes like an ordinary store
-                elif i * BLOCK + BLOCK > kv_len:
-                    clear_rows(k._reinterpret(gl.int32, [BLOCK, LATENT // 4], WORDS), kv_len - i * BLOCK)
-                both = gl.zeros([BLOCK, 2 * ROWS], gl.float32, S2)
-                both = warpgroup_mma(k, q_latent.index(zero).permute((1, 0)), both, use_acc=False, is_async=True)
-                both = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), both, is_async=True)
-                both = warpgroup_mma_wait(0, deps=[both])
-                hi_part, lo_part = gl.split(gl.permute(gl.reshape(both, [BLOCK, GROUPS, 2, ROWS // GROUPS]), (0, 1, 3, 2)))
-                x = gl.convert_layout(gl.reshape(hi_part + lo_part, [BLOCK, ROWS]), S, assert_trivial=True) * row_scale[None, :]
-                if HAS_CAP:
-                    x = cap_logits(x, logit_cap)
-                if i * BLOCK + BLOCK > shared_keys:
-                    key = i * BLOCK + gl.arange(0, BLOCK, SliceLayout(1, S))
-                    x = gl.where(key[:, None] < limit[None, :], x, float("-inf"))
-                m, ref, alpha = rescale(m, x)
-                p = gl.exp2(x - (ref - P_SHIFT)[None, :])
-                den = den * alpha[None, :] + p
-                factor = gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
-                pairs = k._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
-                if FP8_P:
+            if FP8_P:
+                for i in range(lo, hi):
+                    both = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S2, ROWS, STAGES, GATHER, PARTS)
+                    x = _sum_terms(both, S, ROWS, GROUPS) * row_scale[None, :]
+                    p, m, den, alpha = probabilities(x, m, den, i, limit, shared_keys, logit_cap, S, HAS_CAP, P_SHIFT)
+                    factor = gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
+                    stage = uniform(used % STAGES)
+                    pairs = latent.index(stage)._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
                     hi_p = _round_e4m3(p)
                     p_hi.store(_fragment_order(hi_p.to(gl.float8e4nv), ROWS))
                     p_lo.store(_fragment_order((p - hi_p).to(gl.float8e4nv), ROWS))
@@ -296,32 +354,22 @@ def _mathematician(
                     t3, u3 = warpgroup_mma_wait(0, deps=[t3, u3])
                     e3 = e3 * factor + t3
                     o3 = o3 * factor + u3
-                else:
-                    p_hi.store(p.to(gl.float16))
-                    fence_async_shared()
-                    even = even * factor
-                    odd = odd * factor
-                    ve, vo = _widen(pairs.slice(0, 16).load(V16), A)
-                    for c in gl.static_range(BLOCK // 16):
-                        pc = p_hi.slice(c * 16, 16)
-                        even = warpgroup_mma(ve, pc, even, is_async=True)
-                        odd = warpgroup_mma(vo, pc, odd, is_async=True)
-                        # the next 16 keys are loaded and widened while these products run
-                        if c + 1 < BLOCK // 16:
-                            ve_next, vo_next = _widen(pairs.slice((c + 1) * 16, 16).load(V16), A)
-                            even, odd, ve, vo = warpgroup_mma_wait(0, deps=[even, odd, ve, vo])
-                            ve = ve_next
-                            vo = vo_next
-                        else:
-                            even, odd, ve, vo = warpgroup_mma_wait(0, deps=[even, odd, ve, vo])
+                    used += 1
+            else:
+                for i in range(lo, hi):
+                    both = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S2, ROWS, STAGES, GATHER, PARTS)
+                    x = _sum_terms(both, S, ROWS, GROUPS) * row_scale[None, :]
+                    p, m, den, alpha = probabilities(x, m, den, i, limit, shared_keys, logit_cap, S, HAS_CAP, P_SHIFT)
+                    even, odd = _values_f16(latent, p_hi, p, alpha, even, odd, used, O, A, V16, STAGES)
+                    even, odd = warpgroup_mma_wait(0, deps=[even, odd])
                     thread_barrier()
-                    mbarrier.arrive(empty.index(stage), count=1)
-                used += 1
+                    mbarrier.arrive(empty.index(used % STAGES), count=1)
+                    used += 1
 
             total = gl.sum(den, 0)
             none = total == 0.0
-            lse2 = gl.where(none, float("-inf"), m + gl.log2(gl.where(none, 1.0, total)) - P_SHIFT)
-            inv = gl.convert_layout(gl.where(none, 0.0, kv_scale / gl.where(none, 1.0, total)), SliceLayout(0, O))[None, :]
+            lse2 = gl.where(none, float("-inf"), m + log2(total) - P_SHIFT)
+            inv = gl.convert_layout(gl.where(none, 0.0, kv_scale * reciprocal(total)), SliceLayout(0, O))[None, :]
             r = gl.arange(0, ROWS, SliceLayout(0, O))
             rs = gl.arange(0, ROWS, SliceLayout(0, S))
             splits, rank, stay, first_slot, next_slot, slot_step = split_slots(piece, b, base, kv_len, workers, tile, tiles, MODE)
@@ -440,7 +488,7 @@ def decode_fp8(
                 desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                 HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
         ],
-        [LOADER_WARPS], [56 if GATHER else 40],
+        [LOADER_WARPS], [(72 if num_warps == 4 else 56) if GATHER else 40],
     )  # fmt: skip
 
 

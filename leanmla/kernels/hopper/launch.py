@@ -31,7 +31,7 @@ class HopperLaunch:
     workers: int  #: pieces of the batch, or splits of a sequence in the fixed modes
     splits: int  #: see schedule.plan_piece
     grid: int
-    may_wait: bool  #: all blocks run at once, so they may wait for each other
+    may_wait: bool  #: all blocks run at once, so they may wait for each other (with patience)
     slots: int  #: partial results
 
     @property

@@ -109,7 +109,7 @@ def loader(
         mbarrier.wait(warm, 0)
     while more:
         kv_len, first_id, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
-        q_first, q_count = pages.query(b)
+        _, q_count = pages.query(b)
         if first_row < q_count * HEADS:
             if GATHER:
                 VEC: gl.constexpr = 16 * 576 // BYTES

@@ -50,10 +50,9 @@ class Pages:
             n = gl.load(self.lens_ptr + b, mask=ok, other=0)
         else:
             n = gl.load(self.lens_ptr + b + 1, mask=ok, other=0) - gl.load(self.lens_ptr + b, mask=ok, other=0)
-            if self.KIND == CSR:
-                if self.PAGE_SIZE > 1:
-                    tail = gl.load(self.last_ptr + b, mask=ok, other=0)
-                    n = gl.where(n > 0, (n - 1) * self.PAGE_SIZE + tail, 0)
+            if self.KIND == CSR and self.PAGE_SIZE > 1:
+                tail = gl.load(self.last_ptr + b, mask=ok, other=0)
+                n = gl.where(n > 0, (n - 1) * self.PAGE_SIZE + tail, 0)
         return n
 
     @gluon.jit
@@ -65,11 +64,10 @@ class Pages:
         else:
             first = gl.load(self.lens_ptr + b)
             kv_len = gl.load(self.lens_ptr + b + 1) - first
-            if self.KIND == CSR:
-                if self.PAGE_SIZE > 1:
-                    tail = gl.load(self.last_ptr + b)
-                    if kv_len > 0:
-                        kv_len = (kv_len - 1) * self.PAGE_SIZE + tail
+            if self.KIND == CSR and self.PAGE_SIZE > 1:
+                tail = gl.load(self.last_ptr + b)
+                if kv_len > 0:
+                    kv_len = (kv_len - 1) * self.PAGE_SIZE + tail
             first_id = first.to(gl.int64)
         return kv_len, first_id
 

@@ -22,7 +22,8 @@ holds of one d lie side by side and a warp stores 16 bytes a lane, 64 bytes a d:
     row of the tile   = 8 j + 2 q + e
 """
 
-from .gluon_names import BlockedLayout, SliceLayout, gl, gluon, thread_barrier
+from .gluon_names import BlockedLayout, DistributedLinearLayout, SliceLayout, constexpr_function, gl, gluon, thread_barrier
+from .softmax import log2, reciprocal
 
 __all__ = ["HEADER", "counter_of", "meet", "store_columns", "turn_over"]
 
@@ -52,13 +53,22 @@ def turn_over(counter_ptr, counters, turn):
         gl.store(counter_ptr, 1 - turn)
 
 
+@constexpr_function
+def _columns_layout(m, rows, warps):
+    """The accumulator's distribution of [m d, rows columns] with its registers in an order that stores four at a time."""
+    warp_bits = warps.bit_length() - 1
+    d = [[1 << k, 0] for k in range(m.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], *([0, 16 << k] for k in range((rows // 16).bit_length() - 1)), d[3], *d[4 + warp_bits :]]
+    return DistributedLinearLayout(registers, [[0, 4], [0, 8], d[0], d[1], d[2]], d[4 : 4 + warp_bits], [], [m, rows])
+
+
 @gluon.jit
 def store_columns(part_ptr, acc, d, M: gl.constexpr, ROWS: gl.constexpr):
     """Store acc [M, ROWS] (wgmma accumulator layout) to columns order at rows ``d`` of a partial result: part_ptr + d * ROWS."""
+    L: gl.constexpr = _columns_layout(M, ROWS, gl.num_warps())
     x = gl.permute(gl.reshape(acc, [M, ROWS // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
-    x = gl.reshape(x, [M, ROWS])
-    L: gl.constexpr = x.type.layout
-    at = gl.convert_layout(d, SliceLayout(1, L), assert_trivial=True) * ROWS
+    x = gl.convert_layout(gl.reshape(x, [M, ROWS]), L)  # renames registers
+    at = gl.convert_layout(d, SliceLayout(1, L)) * ROWS
     gl.store(part_ptr + (at[:, None] + gl.arange(0, ROWS, SliceLayout(0, L))[None, :]), x)
 
 
@@ -126,54 +136,43 @@ def _merge(
     first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS: gl.constexpr,
     ROWS: gl.constexpr, WRITE_LSE: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Merge d0 : d0 + WIDTH of all rows, GROUP splits at a time. Split 0 is in first_slot, split s in next_slot + (s-1)*slot_step.
-
-    The first GROUP partial results are asked for first, so they come in while the weights are worked out.
-    """
+    """Merge d0 : d0 + WIDTH of all rows, GROUP splits at a time. Split 0 is in first_slot, split s in next_slot + (s-1)*slot_step."""
     W: gl.constexpr = gl.num_warps()
-    # values: a lane has four columns, a warp 8 * 16 / ROWS d at a time
+    # values: a lane has four columns, a warp 128 / ROWS d at a time
     L: gl.constexpr = BlockedLayout([1, 1, 4], [1, 128 // ROWS, ROWS // 4], [1, W, 1], [2, 1, 0])
-    # weights: [splits, columns], spread over the block
-    LW: gl.constexpr = BlockedLayout([1, 1], [32 // 16, 16], [W, 1], [1, 0])
-    x = _load_splits(part_out_ptr, 0, splits, first_slot, next_slot, slot_step, d0, ROWS, WIDTH, GROUP, L)
-    c = gl.arange(0, ROWS, SliceLayout(0, LW))
-    r = _row_of(c)
+    LO: gl.constexpr = SliceLayout(0, L)
+    # weights: every warp has all of [splits, columns], so the way to the values' layout needs no barrier
+    LW: gl.constexpr = BlockedLayout([GROUP // 2, 1], [2, 16], [W, 1], [1, 0])
+    r = _row_of(gl.arange(0, ROWS, SliceLayout(0, LW)))
     m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, LW))
     den = gl.zeros([ROWS], gl.float32, SliceLayout(0, LW))
-    for at in range(0, splits, 32):
-        s = at + gl.arange(0, 32, SliceLayout(1, LW))
+    acc = gl.zeros([WIDTH, ROWS], gl.float32, LO)
+    for at in range(0, splits, GROUP):
+        x = _load_splits(part_out_ptr, at, splits, first_slot, next_slot, slot_step, d0, ROWS, WIDTH, GROUP, L)
+        s = at + gl.arange(0, GROUP, SliceLayout(1, LW))
         ptr = part_lse_ptr + (_slot_of(s, first_slot, next_slot, slot_step) * ROWS)[:, None] + r[None, :]
         lse = gl.load(ptr, mask=(s < splits)[:, None], other=float("-inf"), cache_modifier=".cg")
         m_new = gl.maximum(m, gl.max(lse, 0))
         ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-        den = den * gl.exp2(m - ref) + gl.sum(gl.exp2(lse - ref[None, :]), 0)
+        old = gl.exp2(m - ref)
+        weight = gl.exp2(lse - ref[None, :])
+        den = den * old + gl.sum(weight, 0)
         m = m_new
+        # a split without keys has weight 0 and left zeros
+        weight = gl.expand_dims(gl.convert_layout(weight, SliceLayout(1, L)), 1)
+        acc = acc * gl.convert_layout(old, SliceLayout(0, LO))[None, :] + gl.sum(weight * x, 0)
     empty = den == 0.0
-    ref = gl.where(m == float("-inf"), 0.0, m)
-    inv = 1.0 / gl.where(empty, 1.0, den)
-    acc = gl.zeros([WIDTH, ROWS], gl.float32, SliceLayout(0, L))
-    for at in range(0, splits, GROUP):
-        s = at + gl.arange(0, GROUP, SliceLayout(1, LW))
-        ptr = part_lse_ptr + (_slot_of(s, first_slot, next_slot, slot_step) * ROWS)[:, None] + r[None, :]
-        lse = gl.load(ptr, mask=(s < splits)[:, None], other=float("-inf"), cache_modifier=".cg")
-        weight = gl.convert_layout(gl.exp2(lse - ref[None, :]) * inv[None, :], SliceLayout(1, L))
-        x_next = _load_splits(part_out_ptr, at + GROUP, splits, first_slot, next_slot, slot_step, d0, ROWS, WIDTH, GROUP, L)
-        # weight 0: the split had no key in this row; what it left is not looked at
-        weight = gl.expand_dims(weight, 1)
-        acc += gl.sum(gl.where(weight == 0.0, 0.0, weight * x), 0)
-        x = x_next
-    # A split without keys everywhere leaves acc = 0.
-    LO: gl.constexpr = SliceLayout(0, L)
+    inv = gl.where(empty, 0.0, reciprocal(den))
+    acc = acc * gl.convert_layout(inv, SliceLayout(0, LO))[None, :]
     co = _row_of(gl.arange(0, ROWS, SliceLayout(0, LO)))
     do = d0 + gl.arange(0, WIDTH, SliceLayout(1, LO))
     token = (first_token + (first_row + co) // HEADS).to(gl.int64)
     row_ptr = out_ptr + token * out_stride_token + (first_row + co) % HEADS * out_stride_head
     gl.store(row_ptr[None, :] + do[:, None], acc.to(out_ptr.dtype.element_ty), mask=(co < rows)[None, :])
-    if WRITE_LSE:
-        if d0 == 0:
-            lse_out = gl.where(empty, float("-inf"), (m + gl.log2(gl.where(empty, 1.0, den))) * 0.6931471805599453)
-            token_w = (first_token + (first_row + r) // HEADS).to(gl.int64)
-            gl.store(lse_ptr + token_w * lse_stride + (first_row + r) % HEADS, lse_out, mask=r < rows)
+    if WRITE_LSE and d0 == 0:
+        lse_out = gl.where(empty, float("-inf"), (m + log2(den)) * 0.6931471805599453)
+        token_w = (first_token + (first_row + r) // HEADS).to(gl.int64)
+        gl.store(lse_ptr + token_w * lse_stride + (first_row + r) % HEADS, lse_out, mask=r < rows)
 
 
 @gluon.jit

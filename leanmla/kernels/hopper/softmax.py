@@ -7,13 +7,25 @@ Scores are in base 2 (sm_scale times log2 e); masked scores are -inf by selectio
 
 from .gluon_names import gl, gluon
 
-__all__ = ["cap_logits", "rescale", "row_limits"]
+__all__ = ["LOG2E", "log2", "probabilities", "reciprocal", "row_limits"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def cap_logits(x, logit_cap):
+def log2(x):
+    """log2 by one instruction, within 2^-22; 0 gives -inf. The end of a sequence runs once, so its instructions count as latency."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x by one instruction, within one unit in the last place."""
+    return gl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _cap_logits(x, logit_cap):
     """logit_cap * tanh(x / logit_cap) for base-2 logits x, with tanh by one exp2; saturates without inf/inf, keeps NaN."""
     y = x * (2.0 / logit_cap)  # exp2(y * 1) with x in base 2 is e^(2 * natural logit / cap)
     return (logit_cap * LOG2E) * (1.0 - 2.0 / (gl.exp2(y) + 1.0))
@@ -31,7 +43,7 @@ def row_limits(rows, first_row, heads: gl.constexpr, q_count, kv_len, CAUSAL: gl
 
 
 @gluon.jit
-def rescale(m, x):
+def _rescale(m, x):
     """New reference maximum, what to subtract from scores, and the factor for everything summed so far.
 
     A row that has seen nothing keeps m = -inf; its scores are then taken against 0 so that exp2(-inf - m) is 0, not NaN.
@@ -39,3 +51,21 @@ def rescale(m, x):
     m_new = gl.maximum(m, gl.max(x, 0))
     ref = gl.where(m_new == float("-inf"), 0.0, m_new)
     return m_new, ref, gl.exp2(m - ref)
+
+
+@gluon.jit
+def probabilities(x, m, den, i, limit, shared_keys, logit_cap, S: gl.constexpr, HAS_CAP: gl.constexpr, P_SHIFT: gl.constexpr):
+    """One step of the online softmax for the tile of keys 64 i .. 64 i + 63.
+
+    Args: base-2 scores ``x``, running maximum ``m``, denominator ``den`` [64, ROWS] still spread over threads; row r sees keys
+    below limit[r] and all rows see those below ``shared_keys``.
+    Returns 2^P_SHIFT exp2(x - max), the new m and den (which is scaled alike), and the factor for what was summed before.
+    """
+    if HAS_CAP:
+        x = _cap_logits(x, logit_cap)
+    if i * x.shape[0] + x.shape[0] > shared_keys:
+        key = i * x.shape[0] + gl.arange(0, x.shape[0], gl.SliceLayout(1, S))
+        x = gl.where(key[:, None] < limit[None, :], x, float("-inf"))
+    m, ref, alpha = _rescale(m, x)
+    p = gl.exp2(x - (ref - P_SHIFT)[None, :])
+    return p, m, den * alpha[None, :] + p, alpha
