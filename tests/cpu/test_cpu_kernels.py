@@ -39,18 +39,27 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 ORDER = torch.arange(576).view(18, 16, 2).transpose(1, 2).flatten()
 
 
+def find(data, scale, n, page_ids=None, page_size=1):
+    """The token list of tokens 0..n-1, from rows [tokens, W] and pages of ``page_size`` of them."""
+    tokens = torch.full((tiles.TOKEN_LIST_BYTES // 8,), -7, dtype=torch.int64)
+    stride = data.stride(0) * data.element_size()
+    scales = (0, 0, 0) if scale is None else (address(scale), scale.stride(0) * page_size, scale.stride(0))
+    pages = 0 if page_ids is None else address(page_ids)
+    tiles.find_tokens(
+        address(tokens), 0, n, data.shape[1], address(data), stride * page_size, stride, *scales, pages, 0, page_size
+    )
+    return tokens
+
+
 def tile_of(data: torch.Tensor, scale: torch.Tensor | None, fmt: str, as_bf16: bool) -> torch.Tensor:
     """Rows through load_tile, back in natural order, fp32."""
     n = len(data)
     assert n <= tiles.TILE
-    tokens = torch.zeros(2, tiles.TILE, dtype=torch.int64)
-    tokens[0, :n] = address(data) + torch.arange(n) * data.stride(0) * data.element_size()
-    if scale is not None:
-        tokens[1, :n] = address(scale) + torch.arange(n) * scale.stride(0)
+    tokens = find(data, scale, n, page_size=1)
     table = torch.zeros(16, dtype=torch.int32)
     tiles.write_e2m1_table(address(table))
     tile = torch.full((n, 576), torch.nan, dtype=torch.bfloat16 if as_bf16 else torch.float32)
-    tiles.load_tile(address(tile), as_bf16, tiles.FORMAT_CODES[fmt], address(tokens), n, address(table))
+    tiles.load_tile(address(tile), as_bf16, tiles.FORMAT_CODES[fmt], address(tokens), address(table))
     if as_bf16:
         return tile.float()
     natural = torch.empty_like(tile)
@@ -91,11 +100,24 @@ def test_tile128_rows():
     assert same(tile_of(q.data.contiguous(), None, "fp8_tile128", False), formats.get("fp8_tile128").dequantize(q.data, None))
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_tokens_are_found_through_pages(page_size):
+    data = torch.zeros(40 * page_size, 288, dtype=torch.uint8)
+    scale = torch.zeros(40 * page_size, 18, dtype=torch.uint8)
+    pages = torch.randperm(40).int()[: -(-37 // page_size)].clone()  # ends with the last page in use
+    tokens = find(data, scale, 37, pages, page_size)
+    slots = pages.long()[torch.arange(37) // page_size] * page_size + torch.arange(37) % page_size
+    assert tokens[:2].tolist() == [37, 288]
+    first = tiles.TOKENS // 8
+    assert torch.equal(tokens[first : first + 37], address(data) + slots * 288)
+    assert torch.equal(tokens[first + tiles.TILE :][:37], address(scale) + slots * 18)
+
+
 def test_spacing_of_tokens():
-    tokens = torch.arange(64, dtype=torch.int64) * 1152 + 4096
-    assert tiles.even_spacing(address(tokens), 64) == 1152
-    tokens[63] += 64
-    assert tiles.even_spacing(address(tokens), 64) == 0
+    tokens = find(torch.zeros(64, 576, dtype=torch.bfloat16), None, 64)
+    assert tiles.even_spacing(address(tokens)) == 1152
+    tokens[tiles.TOKENS // 8 + 63] += 64
+    assert tiles.even_spacing(address(tokens)) == 0
 
 
 # -- vector arithmetic ------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _HALF, _FLOAT = ir.HalfType(), ir.FloatType()
 _V16F, _V16I, _V16H = (ir.VectorType(t, LANES) for t in (_FLOAT, _I32, _HALF))
 _V16U8, _V16U16 = (ir.VectorType(t, LANES) for t in (_I8, _I16))
+_V32U8, _V32U16 = (ir.VectorType(t, 2 * LANES) for t in (_I8, _I16))
 
 
 class _Vector(types.Type):
@@ -64,10 +65,11 @@ BLOCK_ROWS = 16 if HAS_AVX512 else 4
 # -- emitting LLVM ----------------------------------------------------------------------------------------------------
 
 
-def _splat(builder, scalar):
-    vector_type = ir.VectorType(scalar.type, LANES)
+def _splat(builder, scalar, lanes=LANES):
+    vector_type = ir.VectorType(scalar.type, lanes)
     one = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(vector_type, ir.Undefined), ir.Constant(_V16I, [0] * LANES))
+    zeros = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
+    return builder.shuffle_vector(one, ir.Constant(vector_type, ir.Undefined), zeros)
 
 
 def _load(builder, address, value_type, align):
@@ -177,6 +179,8 @@ load_f = _loader(v16f, _V16F, 4)  # 16 fp32
 load_i = _loader(v16i, _V16I, 1)  # 64 bytes as 16 int32
 load_u8 = _loader(v16i, _V16U8, 1, lambda b, x: b.zext(x, _V16I))  # 16 bytes, one a lane
 load_u16 = _loader(v16i, _V16U16, 1, lambda b, x: b.zext(x, _V16I))  # 32 bytes, two a lane
+# 32 bytes as 32 uint16, two a lane, the first in the low half
+load_u8_pairs = _loader(v16i, _V32U8, 1, lambda b, x: b.bitcast(b.zext(x, _V32U16), _V16I))
 broadcast_f = _loader(v16f, _FLOAT, 1, _splat)  # one fp32, to all lanes
 scalar_f = _loader(types.float32, _FLOAT, 1)
 scalar_i = _loader(types.int64, _I32, 1, lambda b, x: b.sext(x, _I64))
@@ -224,14 +228,17 @@ where_less_i = _intrinsic(
 where_equal_i = _intrinsic(v16i, (v16i,) * 4, lambda b, p, q, x, y: b.select(b.icmp_signed("==", p, q), x, y))
 where_nan = _intrinsic(v16i, (v16f, v16i, v16i), lambda b, p, x, y: b.select(b.fcmp_unordered("uno", p, p), x, y))
 
-_I16_ZERO = ir.Constant(_I16, 0)
-any_set = _intrinsic(  # is any bit of any lane set
-    types.boolean,
-    (v16i,),
-    lambda b, x: b.icmp_unsigned(
-        "!=", b.bitcast(b.icmp_unsigned("!=", x, ir.Constant(_V16I, [0] * LANES)), _I16), _I16_ZERO
-    ),
-)
+
+def _emit_any_half_outside(builder, x, low, count):
+    def splat(value):
+        return _splat(builder, builder.trunc(value, _I16), 2 * LANES)
+
+    beyond = builder.icmp_unsigned(">=", builder.sub(builder.bitcast(x, _V32U16), splat(low)), splat(count))
+    return builder.icmp_unsigned("!=", builder.bitcast(beyond, _I32), ir.Constant(_I32, 0))
+
+
+#: Is any 16-bit half of any lane outside low .. low + count - 1 (unsigned)?
+any_half_outside = _intrinsic(types.boolean, (v16i, types.int64, types.int64), _emit_any_half_outside)
 # fp16 in the low half of each lane, to and from fp32.
 from_half = _intrinsic(v16f, (v16i,), lambda b, x: b.fpext(b.bitcast(b.trunc(x, _V16U16), _V16H), _V16F))
 to_half = _intrinsic(v16i, (v16f,), lambda b, x: b.zext(b.bitcast(b.fptrunc(x, _V16H), _V16U16), _V16I))
