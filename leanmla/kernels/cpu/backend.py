@@ -121,11 +121,15 @@ class CpuBackend:
         c["data"], c["page_stride"], c["token_stride"] = _address(cache.data)
         c["token_bytes"] = cache.data.shape[2] * cache.data.element_size()
         if problem.format == "mxfp4":
+            assert cache.scale is not None
             c["scales"], c["scale_page_stride"], c["scale_token_stride"] = _address(cache.scale)
         if problem.table_kind == "contiguous":  # pages of one token
             c["token_stride"], c["scale_token_stride"] = c["page_stride"], c["scale_page_stride"]
         c["sm_scale"], c["logit_cap"] = args.sm_scale, problem.logit_cap
-        c["tensor_scale"] = float(cache.scale) if problem.format == "fp8" else 1.0
+        c["tensor_scale"] = 1.0
+        if problem.format == "fp8":
+            assert cache.scale is not None
+            c["tensor_scale"] = float(cache.scale)
         buffers = _scratch().take(num_workers)
         addresses = np.array([b.ctypes.data for b in buffers], dtype=np.int64)
         c["scratch"] = addresses.ctypes.data
@@ -162,10 +166,13 @@ def _work_items(args: DecodeArgs) -> tuple[np.ndarray, np.ndarray, int, int]:
     items["row_start"] = chunk * MAX_ROWS
     items["row_end"] = np.minimum(items["row_start"] + MAX_ROWS, rows[seq])
     if table.kind == "block_table":
+        assert table.page_ids is not None
         items["page_ids"] = table.page_ids.data_ptr() + 4 * table.page_ids.stride(0) * seq
     elif table.kind == "csr":
+        assert table.page_ids is not None and table.kv_indptr is not None
         items["page_ids"] = table.page_ids.data_ptr() + 4 * table.kv_indptr.numpy().astype(np.int64)[seq]
     else:
+        assert table.kv_indptr is not None
         items["first_slot"] = table.kv_indptr.numpy()[seq]
 
     # Where keys were split, every chunk of rows has a merge, and every split of it a range of partial slots.

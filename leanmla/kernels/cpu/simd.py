@@ -46,7 +46,7 @@ class _VectorModel(models.PrimitiveModel):
 
 def host_features() -> frozenset[str]:
     """The instruction sets that numba compiles for here; numba's own environment variables may narrow them."""
-    features = numba_config.CPU_FEATURES
+    features = numba_config.CPU_FEATURES  # type: ignore[attr-defined]  # read from the environment at import
     if features is None:
         features = codegen.get_host_cpu_features()
     return frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
@@ -97,25 +97,14 @@ def _intrinsic(result, arguments, emit):
         return context.get_dummy_value() if value is None else value
 
     typed = signature(result, *arguments)
-    # numba reads the arity off the function's own parameters, hence one of each.
-    if len(arguments) == 1:
-
-        def typing(typingctx, a):
-            return typed, generate
-    elif len(arguments) == 2:
-
-        def typing(typingctx, a, b):
-            return typed, generate
-    elif len(arguments) == 3:
-
-        def typing(typingctx, a, b, c):
-            return typed, generate
-    else:
-
-        def typing(typingctx, a, b, c, d):
-            return typed, generate
-
-    return intrinsic(typing)
+    # numba reads the arity off the function's own parameters, hence one function for each.
+    typing = {
+        1: lambda typingctx, a: (typed, generate),
+        2: lambda typingctx, a, b: (typed, generate),
+        3: lambda typingctx, a, b, c: (typed, generate),
+        4: lambda typingctx, a, b, c, d: (typed, generate),
+    }
+    return intrinsic(typing[len(arguments)])
 
 
 def _operator(python_operator, left, right, emit):
