@@ -119,6 +119,19 @@ def test_scaled_scores_of_a_key():
     np.testing.assert_array_equal(got, want)
 
 
+def test_scale_of_a_query_block_comes_from_lanes_that_hold_it():
+    """scaled.py, ``_block_scale``: lane group g asks group 2 (g & 1), whose run g / 2 lies in block g."""
+    for lane in LANES:
+        group = lanes.mfma_group(lane)
+        source = lanes.mfma_row(lane) + ((group & 1) << 5)
+        assert lanes.mfma_row(source) == lanes.mfma_row(lane)
+        run = 0 if group < 2 else 1
+        held = {lanes.scaled_query_k(source, 16 * run + e) // 32 for e in range(16)}
+        assert held == {group}
+        # The other half of the block is in the neighbouring group (xor 16), so both know the block's largest value.
+        assert {lanes.scaled_query_k(source ^ 16, 16 * run + e) // 32 for e in range(16)} == {group}
+
+
 def test_two_e4m3_hold_a_bf16_query():
     """Nearest e4m3, then 32 times what is left as e4m3: exact for every bf16 down to 2^-13 of the row's largest."""
     import torch

@@ -108,13 +108,13 @@ def _visible_keys(spec: DecodeSpec, kv_len, q_len, row):
 # -- steps of a tile ----------------------------------------------------------------------------------------------------
 
 
-def _load_query(spec: DecodeSpec, address, group):
-    """(operand B of the score product, the factor its scores lack): 8 values at dims 32 k + 8 group, for 18 steps."""
+def _load_query(spec: DecodeSpec, address, lane):
+    """Operand B of the score product: 8 values at dims 32 k + 8 group, for 18 steps."""
+    group = lanes.mfma_group(lane)
     if spec.scaled_scores:
-        high, low, factor = scaled.load_query(address + ops.widen(group * 32))
-        return (high, low), factor
+        return scaled.load_query(address + ops.widen(group * 32), lane)
     address = address + ops.widen(group * 16)
-    return [ops.global_load(address, fx.BFloat16, 8, offset=64 * k) for k in range(QK_STEPS)], fx.Float32(1.0)
+    return [ops.global_load(address, fx.BFloat16, 8, offset=64 * k) for k in range(QK_STEPS)]
 
 
 def _scores(spec: DecodeSpec, lds, key_row, query, operands):
@@ -279,10 +279,10 @@ def make_decode(spec: DecodeSpec):
         query_index = ops.udiv(read_row, spec.num_heads)
         token = ops.minimum(first_query_row + query_index, total_q - 1)
         head = ops.umod(read_row, spec.num_heads)
-        query, query_factor = _load_query(spec, q + ops.widen(token) * q_row_stride + ops.widen(head) * q_head_stride, group)
+        query = _load_query(spec, q + ops.widen(token) * q_row_stride + ops.widen(head) * q_head_stride, lane)
 
         key_scale = staging.key_scale(spec.format, kv_scale)
-        scale = sm_scale * key_scale * query_factor * (1.0 if spec.has_cap else LOG2_E)
+        scale = sm_scale * key_scale * (1.0 if spec.has_cap else LOG2_E)
         source_row, source_column = lanes.transposed_read_source(lane)
         first_subtile = key_group * spec.row_tiles
         at = SimpleNamespace(

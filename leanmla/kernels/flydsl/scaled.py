@@ -4,9 +4,10 @@ For blocks of 16 rows. A wave scores 16 keys of a tile; their bytes come from me
 through LDS, which then holds only values. That saves the 74 KB that a tile's scores would read from LDS, of 213 KB.
 
 A bf16 query value is the sum of two e4m3 numbers: the nearest (4 significant bits), and what is left, a multiple of the value's
-last bit below half the first one's: 4 more bits, so nothing is lost. Per row the query is first brought to a largest magnitude of
-128..256 by a power of two; values 2^-14 below the largest begin to lose bits, at 2^-20 of the largest. Two MFMAs a step, the second
-with scale 2^-5.
+last bit below half the first one's: 4 more bits, so nothing is lost. Each block of 32 query values is first brought to a largest
+magnitude of 128..256 by a power of two, its scale; values 2^-14 below the block's largest begin to lose bits, at 2^-20 of the largest.
+Two MFMAs a step, the second with 2^-5 of the scale. One power of two a row would not do: a query with one large rope value and small
+latent ones, as offsets of all logits make it, would lose the latent part.
 
 ================  ====================================================================================================
 register          lane (row = lane & 15, group = lane >> 4)
@@ -14,6 +15,7 @@ register          lane (row = lane & 15, group = lane >> 4)
 key operand       values 128 step + 32 group .. + 31 of key ``row``: 16 bytes
 key scale         block 4 step + group of key ``row``: byte 0 of a register
 query operand     values 128 step + 16 group .. + 15, then the same 64 further, of query row ``row``: 32 bytes
+query scale       block 4 step + group of query row ``row``, whose values other lanes hold: bytes 0 and 1 for the two terms
 ================  ====================================================================================================
 
 The fifth step has 64 values: groups 2 and 3 multiply zeros, with scale 1.
@@ -34,8 +36,10 @@ STEPS = 5
 SCALE_ONE = 127
 #: The second query term is multiplied by 2^5: half a unit of the first's last place, at most 8, becomes at most 256.
 LOW_SHIFT = 5
-#: Biased exponent that a row's largest query value is brought to: 128..256.
+#: Biased exponent that a block's largest query value is brought to: 128..256.
 QUERY_EXPONENT = 134
+#: Blocks below 2^-111 count as that large, so that both scales are bytes.
+LEAST_EXPONENT = 16
 
 
 # -- keys ---------------------------------------------------------------------------------------------------------------
@@ -107,10 +111,10 @@ def write(lds, thread, data, scales) -> None:
 # -- queries ------------------------------------------------------------------------------------------------------------
 
 
-def load_query(address):
-    """([5] first terms, [5] second terms, factor): operand B of a query row, and the power of two its scores lack.
+def load_query(address, lane):
+    """([5] first terms, [5] second terms, [5] scales): operand B of a query row.
 
-    ``address`` is the row's, plus 32 bytes a lane group.
+    ``address`` is the row's, plus 32 bytes a lane group. A scale register holds the first term's byte, then the second's.
     """
     chunks = []  # 16 values each, in the order of the operand
     for step in range(STEPS):
@@ -120,18 +124,15 @@ def load_query(address):
             offset = 256 * step + 128 * half
             pair = [ops.global_load(address, fx.BFloat16, 8, offset=offset + 16 * i).to(fx.Float32) for i in range(2)]
             chunks.append([pair[i // 8][i % 8] for i in range(16)])
-    largest = fx.Int32(0)  # magnitudes in order, as integers; a NaN counts as the largest
+    high, low, exponents = [], [], []
     for chunk in chunks:
+        largest = fx.Int32(0)  # magnitudes in order, as integers; a NaN counts as the largest
         for value in chunk:
             largest = ops.maximum_int(largest, value.bitcast(fx.Int32) & 0x7FFFFFFF)
-    largest = ops.maximum_int(largest, ops.xor_lanes(largest, 16))
-    largest = ops.maximum_int(largest, ops.xor_lanes(largest, 32))
-    exponent = largest >> 23
-    exponent = ops.minimum(ops.maximum_int(exponent, QUERY_EXPONENT - 126), 254)
-    up = ((127 + QUERY_EXPONENT - exponent) << 23).bitcast(fx.Float32)
-    factor = ((exponent - (QUERY_EXPONENT - 127)) << 23).bitcast(fx.Float32)
-    high, low = [], []
-    for chunk in chunks:
+        largest = ops.maximum_int(largest, ops.xor_lanes(largest, 16))  # a block of 32 lies in two lane groups
+        exponent = ops.minimum(ops.maximum_int(largest >> 23, LEAST_EXPONENT), 254)
+        exponents.append(exponent)
+        up = ((127 + QUERY_EXPONENT - exponent) << 23).bitcast(fx.Float32)
         for quad in range(4):
             values = [chunk[4 * quad + i] * up for i in range(4)]
             first = ops.pack_fp8(values)
@@ -139,18 +140,33 @@ def load_query(address):
             high.append(first)
             low.append(ops.pack_fp8([(values[i] - kept[i]) * float(1 << LOW_SHIFT) for i in range(4)]))
     zeros = [fx.Int32(0)] * 4
+    exponents.append(fx.Int32(LEAST_EXPONENT))  # of the half of the last step that is zeros
     split = lambda words: [V.from_elements((words + zeros)[8 * step : 8 * step + 8], fx.Int32) for step in range(STEPS)]  # noqa: E731
-    return split(high), split(low), factor
+    scales = [_block_scale(exponents[2 * step], exponents[2 * step + 1], lane) for step in range(STEPS)]
+    return split(high), split(low), scales
+
+
+def _block_scale(low_half, high_half, lane):
+    """The scale register of one step from the exponents of a lane's two runs of 16.
+
+    Lane group g holds values of blocks g / 2 and 2 + g / 2, and has to supply the scale of block g: that of the first run in groups
+    0 and 2 for g = 0 and 1, of the second run there for g = 2 and 3.
+    """
+    group = lanes.mfma_group(lane)
+    source = lanes.mfma_row(lane) + ((group & 1) << 5)
+    pair = ops.shuffle_from(low_half | (high_half << 8), source)
+    byte = (ops.select(group < 2, pair, pair >> 8) & 255) - (QUERY_EXPONENT - 127)
+    return byte | ((byte - LOW_SHIFT) << 8)
 
 
 # -- scores -------------------------------------------------------------------------------------------------------------
 
 
 def scores(query, data, scales):
-    """Scores of the wave's 16 keys, to be multiplied by the query's factor: 4 keys a lane."""
-    high, low = query
+    """Scores of the wave's 16 keys: 4 keys a lane."""
+    high, low, query_scales = query
     sums = [V.filled(4, 0.0, fx.Float32) for _ in range(2)]
     for step in range(STEPS):
-        for term, (words, scale) in enumerate(((high[step], SCALE_ONE), (low[step], SCALE_ONE - LOW_SHIFT))):
-            sums[term] = ops.mfma_fp4_fp8(data[step], scales[step], words, fx.Int32(scale), sums[term])
+        for term, words in enumerate((high[step], low[step])):
+            sums[term] = ops.mfma_fp4_fp8(data[step], scales[step], words, query_scales[step], sums[term], b_byte=term)
     return sums[0] + sums[1]
