@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 FORMATS = ("bf16", "fp8")
 #: fp8 wgmma keeps about 14 bits of a running sum, so logits are exact to about 2^-13 of the largest partial sum.
-FP8_LSE = 4e-3
+FP8_LSE = 2e-3
 #: 64-row tiles of long, uneven, split batches on top of the shared grid.
 MORE = (
     DecodeCase((8192, 8192, 8192, 77), table="csr", page_size=128),
@@ -65,8 +65,6 @@ def check(case: DecodeCase) -> None:
 def test_grid(case):
     if not supported(case):
         pytest.skip("split sizes are multiples of 64 here")
-    if case.format == "fp8" and case.q_std > 50:
-        pytest.skip("fp8 tensor cores keep 14 bits of a logit: too few for logits of several hundred")
     check(case)
 
 

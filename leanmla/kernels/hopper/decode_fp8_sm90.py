@@ -2,8 +2,9 @@
 
 As in ``decode_bf16_sm90`` the operands are swapped, S^T = K Q^T and O^T += V^T P^T, roles and grid are the same; what differs:
 
-* Keys go from shared memory straight into fp8 wgmma. The query is scaled per row and split into two e4m3 terms, hi + lo,
-  stacked as twice the rows: S^T [64, 2 ROWS]. Their sum carries about 8 significant bits, as bf16 does.
+* Keys go from shared memory straight into fp8 wgmma. The query is scaled by a power of two per row (its latent and its rope
+  part apart) and split into two e4m3 terms, hi + lo, stacked as twice the rows: S^T [64, 2 ROWS]. Their sum is a bf16 exactly.
+  What limits a logit is the 14 bits that fp8 wgmma keeps of a running sum: about 1e-3 for logits of order 1.
 * Values are the A operand, from registers, because fp8 wgmma reads shared memory only along k and k is the key here.
   A 16-bit transposed load (ldmatrix.trans) brings byte pairs (two values d, d+1 of one key); one byte permute per two
   registers separates even from odd d, which go to separate accumulators. Nothing is converted.
@@ -134,9 +135,21 @@ def _products(pairs, p_hi, p_lo, A: gl.constexpr, O: gl.constexpr, COLS: gl.cons
 
 
 @gluon.jit
-def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_first, first_row, rows,
+def _row_factor(top):
+    """What takes a row with largest magnitude ``top`` to [128, 256), a power of two, and what takes it back.
+
+    The eight significant bits of a bf16 then split exactly: hi is a multiple of 16 of its last bit, and what is left is at most 8
+    of them, four bits again.
+    """
+    exponent = (gl.maximum(top, 1e-20).to(gl.int32, bitcast=True) >> 23) & 0xFF
+    return ((261 - exponent) << 23).to(gl.float32, bitcast=True), ((exponent - 7) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows,
                  HEADS: gl.constexpr, HALF: gl.constexpr, R0: gl.constexpr):  # fmt: skip
-    """Query rows R0 .. R0 + 15 of the tile as hi and lo e4m3 terms; ``q_scale`` gets what undoes a row's scaling."""
+    """Query rows R0 .. R0 + 15 of the tile as hi and lo e4m3 terms. The latent and the rope part are scaled apart, since one may be
+    far larger than the other; ``q_scale`` and ``q_scale_rope`` get what undoes it."""
     L: gl.constexpr = BlockedLayout([1, 16], [1, 32], [gl.num_warps(), 1], [1, 0])
     LR: gl.constexpr = BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     HI: gl.constexpr = R0 // HALF * 2 * HALF + R0 % HALF
@@ -148,15 +161,13 @@ def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_
     at_r = (q_first + (first_row + rr) // HEADS).to(gl.int64) * stride_token + (first_row + rr) % HEADS * stride_head
     dr = LATENT + gl.arange(0, ROPE, SliceLayout(0, LR))
     xr = gl.load((q_ptr + at_r)[:, None] + dr[None, :], mask=(rr < rows)[:, None], other=0.0).to(gl.float32)
-    # A row lies in one warp in both layouts, so its largest magnitude needs shuffles only.
-    top = gl.maximum(gl.max(gl.abs(x), 1), gl.convert_layout(gl.max(gl.abs(xr), 1), SliceLayout(1, L), assert_trivial=True))
-    # A power of two takes the row to [128, 256). The eight significant bits of a bf16 then split exactly: hi is a multiple of 16
-    # of its last bit, and what is left is at most 8 of them, four bits again.
-    exponent = (gl.maximum(top, 1e-20).to(gl.int32, bitcast=True) >> 23) & 0xFF
-    q_scale.slice(R0, 16).store(((exponent - 7) << 23).to(gl.float32, bitcast=True))
-    factor = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+    # A row lies in one warp in both layouts, so its largest magnitudes need shuffles only.
+    factor, back = _row_factor(gl.max(gl.abs(x), 1))
+    factor_r, back_r = _row_factor(gl.max(gl.abs(xr), 1))
+    q_scale.slice(R0, 16).store(back)
+    q_scale_rope.slice(R0, 16).store(back_r)
     x = x * factor[:, None]
-    xr = xr * gl.convert_layout(factor, SliceLayout(1, LR), assert_trivial=True)[:, None]
+    xr = xr * factor_r[:, None]
     hi = _round_e4m3(x)
     hi_r = _round_e4m3(xr)
     q_latent.slice(HI, 16).store(hi.to(gl.float8e4nv))
@@ -166,11 +177,11 @@ def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_
 
 
 @gluon.jit
-def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_first, first_row, rows,
+def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows,
             HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
     """Query rows to shared memory in the order [warpgroup][hi, lo][row of the warpgroup]: a warpgroup finds both terms of its rows."""
     for r0 in gl.static_range(0, ROWS, 16):
-        _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_first, first_row, rows, HEADS, ROWS // GROUPS, r0)
+        _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS // GROUPS, r0)
 
 
 @gluon.jit
@@ -205,37 +216,41 @@ def _score_part(keys, q, S2: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len,
-            S2: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """S^T = K [hi | lo]^T of tile i.
+def _sum_terms(both, S: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr):
+    """hi + lo of the scores: both terms of a row lie in the same thread."""
+    hi, lo = gl.split(gl.permute(gl.reshape(both, [BLOCK, GROUPS, 2, ROWS // GROUPS]), (0, 1, 3, 2)))
+    return gl.convert_layout(gl.reshape(hi + lo, [BLOCK, ROWS]), S, assert_trivial=True)
 
-    PARTS 5: each panel of 128 values, and the rope part, gets an accumulator of its own and the five are added in fp32, because
-    fp8 wgmma keeps about 14 bits of a running sum. PARTS 1: one accumulator, where registers are short.
+
+@gluon.jit
+def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len,
+            S2: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
+            PARTS: gl.constexpr):  # fmt: skip
+    """S^T = K [hi | lo]^T of tile i: (latent part, rope part), which are scaled differently.
+
+    PARTS 4: each panel of 128 latent values gets an accumulator of its own and the four are added in fp32, because fp8 wgmma
+    keeps about 14 bits of a running sum (error of lse, worst case of the tests: 1.6e-3 against 3.1e-3). PARTS 1: one accumulator,
+    after the rope part is done, where registers are short.
     """
     stage = _ready(latent, full, used, i, kv_len, STAGES, GATHER)
     zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 18 descriptors out of vector registers
     k = latent.index(stage)
     q = q_latent.index(zero)
-    if PARTS == 5:
+    r = _score_part(rope.index(stage), q_rope.index(zero), S2, ROWS)
+    if PARTS == 4:
         a0 = _score_part(k.slice(0, 128, dim=1), q.slice(0, 128, dim=1), S2, ROWS)
         a1 = _score_part(k.slice(128, 128, dim=1), q.slice(128, 128, dim=1), S2, ROWS)
         a2 = _score_part(k.slice(256, 128, dim=1), q.slice(256, 128, dim=1), S2, ROWS)
         a3 = _score_part(k.slice(384, 128, dim=1), q.slice(384, 128, dim=1), S2, ROWS)
-        a4 = _score_part(rope.index(stage), q_rope.index(zero), S2, ROWS)
-        a0, a1, a2, a3, a4 = warpgroup_mma_wait(0, deps=[a0, a1, a2, a3, a4])
-        both = ((a0 + a1) + (a2 + a3)) + a4
+        r, a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=[r, a0, a1, a2, a3])
+        both = (a0 + a1) + (a2 + a3)
+        rot = _sum_terms(r, S, ROWS, GROUPS)
     else:
+        r = warpgroup_mma_wait(0, deps=[r])
+        rot = _sum_terms(r, S, ROWS, GROUPS)
         both = _score_part(k, q, S2, ROWS)
-        both = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), both, is_async=True)
         both = warpgroup_mma_wait(0, deps=[both])
-    return both
-
-
-@gluon.jit
-def _sum_terms(both, S: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr):
-    """hi + lo of the scores: both terms of a row lie in the same thread."""
-    hi, lo = gl.split(gl.permute(gl.reshape(both, [BLOCK, GROUPS, 2, ROWS // GROUPS]), (0, 1, 3, 2)))
-    return gl.convert_layout(gl.reshape(hi + lo, [BLOCK, ROWS]), S, assert_trivial=True)
+    return _sum_terms(both, S, ROWS, GROUPS), rot
 
 
 @gluon.jit
@@ -265,7 +280,7 @@ def _values_f16(latent, p_tile, p, alpha, even, odd, used, O: gl.constexpr, A: g
 @gluon.jit
 def _mathematician(
     q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-    part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
+    part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, FP8_P: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
@@ -280,7 +295,7 @@ def _mathematician(
     COLS: gl.constexpr = 16 * NUM_WARPS  # byte pairs a product
     V8: gl.constexpr = byte_pairs_fp8(NUM_WARPS)
     V16: gl.constexpr = byte_pairs_f16(NUM_WARPS)
-    PARTS: gl.constexpr = 5 if ROWS == 16 else 1
+    PARTS: gl.constexpr = 4 if ROWS == 16 else 1
     # exp2 of scores is scaled so that its e4m3 terms keep small weights
     P_SHIFT: gl.constexpr = 8.0 if FP8_P else 0.0
     kv_scale = gl.load(kv_scale_ptr)
@@ -297,9 +312,10 @@ def _mathematician(
         first_row = tile * ROWS + gl.minimum(kv_len, 0)
         rows = gl.minimum(q_count * HEADS - first_row, ROWS)
         if rows > 0:
-            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_first, first_row, rows, HEADS, ROWS, GROUPS)
+            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS, GROUPS)
             fence_async_shared()
             row_scale = q_scale.load(SliceLayout(0, S)) * scale
+            rope_scale = q_scale_rope.load(SliceLayout(0, S)) * scale
             limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len, CAUSAL)
             # keys that every row of the tile sees
             shared_keys = kv_len
@@ -322,8 +338,8 @@ def _mathematician(
             den = gl.zeros([BLOCK, ROWS], gl.float32, S)
             if FP8_P:
                 for i in range(lo, hi):
-                    both = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S2, ROWS, STAGES, GATHER, PARTS)
-                    x = _sum_terms(both, S, ROWS, GROUPS) * row_scale[None, :]
+                    lat, rot = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S2, S, ROWS, GROUPS, STAGES, GATHER, PARTS)
+                    x = lat * row_scale[None, :] + rot * rope_scale[None, :]
                     p, m, den, alpha = probabilities(x, m, den, i, limit, shared_keys, logit_cap, S, HAS_CAP, P_SHIFT)
                     factor = gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
                     stage = uniform(used % STAGES)
@@ -357,8 +373,8 @@ def _mathematician(
                     used += 1
             else:
                 for i in range(lo, hi):
-                    both = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S2, ROWS, STAGES, GATHER, PARTS)
-                    x = _sum_terms(both, S, ROWS, GROUPS) * row_scale[None, :]
+                    lat, rot = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S2, S, ROWS, GROUPS, STAGES, GATHER, PARTS)
+                    x = lat * row_scale[None, :] + rot * rope_scale[None, :]
                     p, m, den, alpha = probabilities(x, m, den, i, limit, shared_keys, logit_cap, S, HAS_CAP, P_SHIFT)
                     even, odd = _values_f16(latent, p_hi, p, alpha, even, odd, used, O, A, V16, STAGES)
                     even, odd = warpgroup_mma_wait(0, deps=[even, odd])
@@ -447,6 +463,7 @@ def decode_fp8(
     q_latent = gl.allocate_shared_memory(gl.float8e4nv, [1, 2 * ROWS, LATENT], K)
     q_rope = gl.allocate_shared_memory(gl.float8e4nv, [1, 2 * ROWS, ROPE], R)
     q_scale = gl.allocate_shared_memory(gl.float32, [ROWS], SwizzledSharedLayout(1, 1, 1, [0]))
+    q_scale_rope = gl.allocate_shared_memory(gl.float32, [ROWS], SwizzledSharedLayout(1, 1, 1, [0]))
     if FP8_P:
         p_hi = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, BLOCK], R)
         p_lo = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, BLOCK], R)
@@ -481,7 +498,7 @@ def decode_fp8(
         [
             (_mathematician, (
                 q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, p_hi, p_lo, full, empty,
+                part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
                 pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
                 HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
             (loader, (
