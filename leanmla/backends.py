@@ -57,7 +57,7 @@ def _load(name: str) -> Backend | str:
 
 
 def _name(name: str) -> str:
-    if name not in _MODULES:
+    if not isinstance(name, str) or name not in _MODULES:
         raise InvalidArgument(f"backend: expected 'auto' or one of {', '.join(NAMES)}, got {name!r}.")
     return name
 
@@ -93,6 +93,10 @@ def choose(problem: DecodeProblem, device: DeviceInfo, backend: str = "auto") ->
     """
     if backend == "auto":
         backend = settings.default_backend()
+        if backend != "auto" and backend not in _MODULES:
+            raise InvalidArgument(
+                f"LEANMLA_BACKEND: expected 'auto' or one of {', '.join(NAMES)}, got {backend!r}. Unset it or correct it."
+            )
     if backend != "auto":
         reason = why_not(backend, problem, device)
         if reason is None:

@@ -16,6 +16,16 @@ __all__ = ["LatentCache"]
 _QUANTIZE_ROWS = 1 << 16  # rows quantised at a time on the host: bounds fp32 temporaries to ~150 MB
 
 
+class _State:
+    """What a cache and its views share beside tensors."""
+
+    __slots__ = ("saturated", "scale_is_set")
+
+    def __init__(self, scale_is_set: bool) -> None:
+        self.scale_is_set = scale_is_set
+        self.saturated: torch.Tensor | None = None
+
+
 class LatentCache:
     """Pages of latent vectors in one cache format.
 
@@ -36,8 +46,7 @@ class LatentCache:
         self.data = data
         self.scale = scale
         self.mx_scale_rule = mx_scale_rule
-        self._scale_is_set = scale_is_set
-        self._saturated: torch.Tensor | None = None
+        self._state = _State(scale_is_set)
 
     # -- making one ---------------------------------------------------------------------------------------------------
 
@@ -180,19 +189,19 @@ class LatentCache:
     @property
     def scale_is_set(self) -> bool:
         """False for an ``fp8`` cache whose scale still waits for the first append."""
-        return self._scale_is_set
+        return self._state.scale_is_set
 
     @property
     def saturation_count(self) -> int:
         """Values that :meth:`append` clipped to the format's largest so far. Reads device memory (a sync on a GPU)."""
-        return 0 if self._saturated is None else int(self._saturated)
+        return 0 if self._state.saturated is None else int(self._state.saturated)
 
     @property
     def saturation_counter(self) -> torch.Tensor:
         """The int64 scalar behind :attr:`saturation_count`, on the cache's device."""
-        if self._saturated is None:
-            self._saturated = torch.zeros((), dtype=torch.int64, device=self.device)
-        return self._saturated
+        if self._state.saturated is None:
+            self._state.saturated = torch.zeros((), dtype=torch.int64, device=self.device)
+        return self._state.saturated
 
     def __repr__(self) -> str:
         mib = self.num_tokens * self.bytes_per_token / 2**20
@@ -202,10 +211,13 @@ class LatentCache:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def append(self, latent: torch.Tensor, slots: torch.Tensor) -> None:
         """Quantise rows and scatter them to their slots.
 
-        On a GPU with Triton this is one kernel without a host sync; elsewhere torch operations with the same bits.
+        On a GPU with Triton this is one kernel without a host sync; elsewhere torch operations with the same bits. The one
+        exception is an ``fp8`` cache that still has no scale: it takes it from the rows written, which waits for the device.
+        Rows without a finite non-zero value (a warm-up batch of zeros, say) leave the scale unset.
 
         Args:
             latent: [n, 576] or [n, 1, 576], bf16, fp16 or fp32.
@@ -214,17 +226,14 @@ class LatentCache:
         Raises:
             InvalidArgument: shapes, dtypes or devices; on the CPU also a slot outside the cache. Nothing is written then.
         """
-        if latent.ndim == 3 and latent.shape[1] == 1:
+        if isinstance(latent, torch.Tensor) and latent.ndim == 3 and latent.shape[1] == 1:
             latent = latent.squeeze(1)
         self.format._check_latent(latent)
         self._check_slots(slots, latent.shape[0], latent.device)
         if latent.shape[0] == 0:
             return
-        if not self._scale_is_set:
-            assert self.scale is not None
-            counted = torch.where((slots >= 0)[:, None], latent.float(), 0.0)
-            self.scale.copy_(self.format.scale_of(counted))  # type: ignore[attr-defined]
-            self._scale_is_set = True
+        if not self._state.scale_is_set:
+            self._take_scale(latent, slots)
         launcher = _gpu_append(self)
         if launcher is not None:
             launcher.append(self, latent, slots)
@@ -232,29 +241,49 @@ class LatentCache:
         for lo in range(0, latent.shape[0], _QUANTIZE_ROWS):
             self._append_torch(latent[lo : lo + _QUANTIZE_ROWS], slots[lo : lo + _QUANTIZE_ROWS])
 
+    @torch.no_grad()
     def append_split(self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor) -> None:
         """:meth:`append` with the compressed latent and the rope part apart, as models produce them.
 
         Args:
             kv_c: [n, 512]; k_pe: [n, 64] or [n, 1, 64]; same dtype. slots: as in :meth:`append`.
         """
-        if k_pe.ndim == 3 and k_pe.shape[1] == 1:
+        if isinstance(k_pe, torch.Tensor) and k_pe.ndim == 3 and k_pe.shape[1] == 1:
             k_pe = k_pe.squeeze(1)
         for name, t, width in (("kv_c", kv_c, DIMS.kv_lora_rank), ("k_pe", k_pe, DIMS.qk_rope_head_dim)):
-            if t.ndim != 2 or t.shape[1] != width:
-                raise InvalidArgument(f"{name}: expected [n, {width}], got {list(t.shape)}.")
+            if not isinstance(t, torch.Tensor) or t.ndim != 2 or t.shape[1] != width:
+                got = list(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+                raise InvalidArgument(f"{name}: expected a tensor [n, {width}], got {got}.")
         if kv_c.shape[0] != k_pe.shape[0] or kv_c.dtype != k_pe.dtype or kv_c.device != k_pe.device:
             raise InvalidArgument(
                 f"k_pe: expected {kv_c.shape[0]} rows of {kv_c.dtype} on {kv_c.device} like kv_c, got {k_pe.shape[0]} rows of "
                 f"{k_pe.dtype} on {k_pe.device}."
             )
-        launcher = _gpu_append(self) if self._scale_is_set else None
+        launcher = _gpu_append(self) if self._state.scale_is_set else None
         if launcher is None or kv_c.shape[0] == 0:
             self.append(torch.cat((kv_c, k_pe), dim=1), slots)
             return
         self.format._check_latent(kv_c.new_empty(0, DIMS.qk_head_dim))
         self._check_slots(slots, kv_c.shape[0], kv_c.device)
         launcher.append_split(self, kv_c, k_pe, slots)
+
+    def _take_scale(self, latent: torch.Tensor, slots: torch.Tensor) -> None:
+        """Fix an ``fp8`` cache's scale from the rows that are written, if they have a magnitude to take it from."""
+        assert self.scale is not None
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise MissingScale(
+                "cache: an 'fp8' cache without a scale cannot take it inside a CUDA graph capture. Append once before, or pass scale= "
+                "to LatentCache.allocate."
+            )
+        magnitude = latent.float().abs()
+        counted = (slots >= 0)[:, None] & magnitude.isfinite()
+        amax = float(torch.where(counted, magnitude, 0.0).amax())
+        if amax > 0:
+            self.scale.copy_(self.format.scale_of(torch.where(counted, latent.float(), 0.0)))  # type: ignore[attr-defined]
+            self._state.scale_is_set = True
+        else:
+            # Zeros and NaN have the same bytes under every scale; 1 serves until there is something to scale.
+            self.scale.fill_(1.0)
 
     def _append_torch(self, latent: torch.Tensor, slots: torch.Tensor) -> None:
         keep = slots >= 0
@@ -269,8 +298,9 @@ class LatentCache:
         self.saturation_counter.add_(rows.saturated)
 
     def _check_slots(self, slots: torch.Tensor, n: int, device: torch.device) -> None:
-        if slots.dtype not in (torch.int32, torch.int64):
-            raise InvalidDtype(f"slots: expected int32 or int64, got {slots.dtype}. Convert with .to(torch.int64).")
+        if not isinstance(slots, torch.Tensor) or slots.dtype not in (torch.int32, torch.int64):
+            got = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
+            raise InvalidDtype(f"slots: expected int32 or int64, got {got}. Convert with .to(torch.int64).")
         if slots.ndim != 1 or slots.numel() != n:
             raise InvalidArgument(f"slots: expected [{n}], one slot a row of latent, got {list(slots.shape)}.")
         if slots.device != self.device or device != self.device:
@@ -286,8 +316,14 @@ class LatentCache:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def gather(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values at some slots, dequantised: int64 [n] -> [n, 576]."""
+        """The values at some slots, dequantised: int64 [n] -> [n, 576].
+
+        Raises:
+            InvalidArgument: on the CPU, a slot outside the cache.
+        """
         self.require_scale()
+        if slots.device.type == "cpu" and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_tokens:
+            raise InvalidArgument(f"slots: expected 0..{self.num_tokens - 1}, got {int(slots.min())}..{int(slots.max())}.")
         page, offset = slots // self.page_size, slots % self.page_size
         scale = self.scale[page, offset] if self.format.scale_kind == "block" and self.scale is not None else self.scale
         return self.format.dequantize(self.data[page, offset], scale, dtype)
@@ -323,13 +359,14 @@ class LatentCache:
             scale,
             format=self.format,
             mx_scale_rule=self.mx_scale_rule,
-            scale_is_set=self._scale_is_set,
+            scale_is_set=self._state.scale_is_set,
         )
+        view._state = self._state  # one scale and one counter, whichever name is appended through
         return view
 
     def require_scale(self) -> None:
         """Refuse an ``fp8`` cache that has no scale yet."""
-        if not self._scale_is_set:
+        if not self._state.scale_is_set:
             raise MissingScale("cache: this 'fp8' cache has no scale yet. Append once, or pass scale= to LatentCache.allocate.")
 
 
@@ -376,9 +413,13 @@ def _block_scales(scale: torch.Tensor | float | None, data: torch.Tensor) -> tor
     if scale.ndim == 3 and scale.shape[1] == 1 and page_size != 1:
         scale = scale.squeeze(1)
     tokens = num_pages * page_size
-    fits = scale.shape[-1] >= NUM_BLOCKS and (
-        (scale.ndim == 2 and scale.shape[0] >= tokens)
-        or (scale.ndim == 3 and scale.shape[0] >= num_pages and scale.shape[1] == page_size)
+    fits = (
+        scale.ndim in (2, 3)
+        and scale.shape[-1] >= NUM_BLOCKS
+        and (
+            (scale.ndim == 2 and scale.shape[0] >= tokens)
+            or (scale.ndim == 3 and scale.shape[0] >= num_pages and scale.shape[1] == page_size)
+        )
     )
     if not fits:
         raise InvalidArgument(
@@ -393,7 +434,10 @@ def _block_scales(scale: torch.Tensor | float | None, data: torch.Tensor) -> tor
 
 def _per_tensor_scale(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     if not isinstance(scale, torch.Tensor):
-        value = float(scale)
+        try:
+            value = float(scale)
+        except (TypeError, ValueError):
+            value = float("nan")
         if not 0.0 < value < float("inf"):
             raise InvalidArgument(f"scale: expected a positive finite number, got {scale!r}.")
         return torch.full((1,), value, dtype=torch.float32, device=device)
@@ -403,6 +447,8 @@ def _per_tensor_scale(scale: torch.Tensor | float, device: torch.device) -> torc
         raise InvalidArgument(f"scale: format 'fp8' has one scale for the whole tensor, expected [1], got {list(scale.shape)}.")
     if scale.device != device:
         raise InvalidArgument(f"scale: expected on the cache's device {device}, got {scale.device}. Move it there.")
+    if scale.device.type == "cpu" and not 0.0 < float(scale) < float("inf"):
+        raise InvalidArgument(f"scale: expected a positive finite value, got {float(scale)}. value = fp8 * scale.")
     return scale.reshape(1)
 
 

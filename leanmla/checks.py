@@ -15,7 +15,11 @@ from .errors import CapacityExceeded, InvalidArgument, InvalidDtype, InvalidTabl
 from .page_table import PageTable
 from .problem import DIMS, DecodeArgs, DecodeProblem
 
-__all__ = ["check_call", "check_options", "q_dtype_name"]
+__all__ = ["MAX_KV_SPLITS", "check_call", "check_options", "check_types", "q_dtype_name"]
+
+#: More splits of one sequence than any machine has workers for.
+MAX_KV_SPLITS = 4096
+_FP32_MAX = 3.4028234663852886e38
 
 _Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -34,21 +38,37 @@ def check_options(
     *, sm_scale: float, logit_cap: float, num_kv_splits: int | None, split_size: int | None
 ) -> tuple[float, float]:
     """Refuse options that are not numbers of the right kind; returns sm_scale and logit_cap as floats."""
-    if isinstance(sm_scale, torch.Tensor) or not _is_number(sm_scale) or not math.isfinite(sm_scale):
+    scale, cap = _to_float(sm_scale), _to_float(logit_cap)
+    if not abs(scale) <= _FP32_MAX:
         raise InvalidArgument(
             f"sm_scale: expected a finite number, got {sm_scale!r}. There is no default: 1/sqrt(192) * mscale**2 for DeepSeek "
             "checkpoints, 1/sqrt(576) in the mixed-mla contest."
         )
-    if isinstance(logit_cap, torch.Tensor) or not _is_number(logit_cap) or not math.isfinite(logit_cap) or logit_cap < 0:
+    if not 0 <= cap <= _FP32_MAX:
         raise InvalidArgument(f"logit_cap: expected a finite number >= 0 (0 means none), got {logit_cap!r}.")
     for name, value in (("num_kv_splits", num_kv_splits), ("split_size", split_size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31):
             raise InvalidArgument(f"{name}: expected None or a positive integer, got {value!r}.")
+    if num_kv_splits is not None and num_kv_splits > MAX_KV_SPLITS:
+        raise InvalidArgument(
+            f"num_kv_splits: expected at most {MAX_KV_SPLITS}, got {num_kv_splits}. Each split has scratch of its own; more than the "
+            "machine's multiprocessors gain nothing."
+        )
     if num_kv_splits is not None and split_size is not None:
         raise InvalidArgument(
             f"num_kv_splits and split_size exclude each other, got {num_kv_splits} and {split_size}. Give one of them."
         )
-    return float(sm_scale), float(logit_cap)
+    return scale, cap
+
+
+def check_types(cache: object, table: object) -> None:
+    """Refuse what is not a LatentCache and a PageTable."""
+    if not isinstance(cache, LatentCache):
+        raise InvalidArgument(
+            f"cache: expected a LatentCache, got {type(cache).__name__}. Wrap it with LatentCache.from_tensors."
+        )
+    if not isinstance(table, PageTable):
+        raise InvalidArgument(f"table: expected a PageTable, got {type(table).__name__}. Build one with PageTable.from_csr.")
 
 
 def check_call(
@@ -61,24 +81,20 @@ def check_call(
     causal: bool,
     logit_cap: float,
     out: torch.Tensor | None,
-    lse: torch.Tensor | None,
     return_lse: bool,
     num_kv_splits: int | None,
     split_size: int | None,
     max_q_len: int | None,
     check_contents: bool | None,
 ) -> DecodeArgs:
-    """Check a whole call. ``out`` and ``lse`` that are None stay meta placeholders for the caller to replace.
+    """Check a whole call. ``lse``, and ``out`` if None, are left for the caller to fill in.
 
     Raises:
         InvalidArgument and its kinds, naming the argument.
     """
-    if not isinstance(cache, LatentCache):
-        raise InvalidArgument(
-            f"cache: expected a LatentCache, got {type(cache).__name__}. Wrap it with LatentCache.from_tensors."
-        )
-    if not isinstance(table, PageTable):
-        raise InvalidArgument(f"table: expected a PageTable, got {type(table).__name__}. Build one with PageTable.from_csr.")
+    check_types(cache, table)
+    if not isinstance(causal, bool) and causal not in (0, 1):
+        raise InvalidArgument(f"causal: expected True or False, got {causal!r}.")
     sm_scale, logit_cap = check_options(
         sm_scale=sm_scale, logit_cap=logit_cap, num_kv_splits=num_kv_splits, split_size=split_size
     )
@@ -93,9 +109,7 @@ def check_call(
         )
     bound = _check_qo_indptr(q, table, qo_indptr, max_q_len)
     if out is not None:
-        _check_out(out, q)
-    if lse is not None:
-        _check_lse(lse, q)
+        _check_out(out, q, cache)
     if check_contents is None:
         check_contents = q.device.type == "cpu"
     if check_contents:
@@ -130,11 +144,17 @@ def check_call(
         num_kv_splits=num_kv_splits,
         split_size=split_size,
     )
-    return DecodeArgs(problem, q, cache, table, qo_indptr, sm_scale, out, lse)  # type: ignore[arg-type]
+    return DecodeArgs(problem, q, cache, table, qo_indptr, sm_scale, out, None)  # type: ignore[arg-type]
 
 
-def _is_number(x: object) -> bool:
-    return (isinstance(x, int | float) and not isinstance(x, bool)) or (type(x).__module__ == "numpy" and hasattr(x, "__float__"))
+def _to_float(x: object) -> float:
+    """A real scalar as a float; NaN if it is none, or too large for one."""
+    if isinstance(x, torch.Tensor | bool | str | complex) or getattr(getattr(x, "dtype", None), "kind", "f") not in "fiu":
+        return math.nan
+    try:
+        return float(x)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _check_q(q: torch.Tensor) -> tuple[int, int]:
@@ -156,6 +176,8 @@ def _check_q(q: torch.Tensor) -> tuple[int, int]:
     if q.shape[1] < 1:
         raise InvalidArgument(f"q: expected at least one head, got shape {list(q.shape)}.")
     q_dtype_name(q.dtype)
+    if q.is_neg():
+        raise InvalidArgument("q: is a lazily negated view, whose memory holds other values. Call q.resolve_neg().")
     if q.numel() and q.stride(-1) != 1:
         raise InvalidArgument(f"q: the last dim must be contiguous, got strides {q.stride()}. Call .contiguous().")
     return q.shape[0], q.shape[1]
@@ -221,7 +243,7 @@ def _check_qo_contents(qo_indptr: torch.Tensor, total_q: int, max_q_len: int) ->
         )
 
 
-def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+def _check_out(out: torch.Tensor, q: torch.Tensor, cache: LatentCache) -> None:
     want = [q.shape[0], q.shape[1], DIMS.v_head_dim]
     if not isinstance(out, torch.Tensor) or list(out.shape) != want:
         got = list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
@@ -234,14 +256,7 @@ def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
         raise InvalidArgument(f"out: expected on q's device {q.device}, got {out.device}.")
     if out.numel() and out.stride(-1) != 1:
         raise InvalidArgument(f"out: the last dim must be contiguous, got strides {out.stride()}.")
-
-
-def _check_lse(lse: torch.Tensor, q: torch.Tensor) -> None:
-    want = [q.shape[0], q.shape[1]]
-    if not isinstance(lse, torch.Tensor) or list(lse.shape) != want or not lse.is_contiguous():
-        got = list(lse.shape) if isinstance(lse, torch.Tensor) else type(lse).__name__
-        raise InvalidArgument(f"lse: expected contiguous [total_q, num_heads] = {want}, got {got}. Allocate it for this q.")
-    if lse.dtype != torch.float32:
-        raise InvalidDtype(f"lse: expected float32, got {lse.dtype}.")
-    if lse.device != q.device:
-        raise InvalidArgument(f"lse: expected on q's device {q.device}, got {lse.device}.")
+    if out.numel() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise InvalidArgument(f"out: rows share memory, got strides {out.stride()}. Pass a tensor that was not expanded.")
+    if out.numel() and out.untyped_storage().data_ptr() == cache.data.untyped_storage().data_ptr():
+        raise InvalidArgument("out: lies in the cache's memory. Pass a tensor of its own: writing it would change keys.")

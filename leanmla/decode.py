@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from . import backends, checks, device, formats
 from .cache import LatentCache
-from .errors import CapacityExceeded, InvalidArgument, InvalidDtype, PlanMismatch
+from .errors import BackendUnavailable, CapacityExceeded, InvalidArgument, InvalidDtype, PlanMismatch
 from .page_table import PageTable
 from .problem import DIMS, DecodeArgs, DecodeProblem
 
@@ -54,6 +55,9 @@ def mla_decode(
         split_size: keys a partition (reproducible mode): a row alone equals the same row in any batch, bit for bit.
         max_q_len: bound on one sequence's query rows when qo_indptr is given; None takes total_q. A tight bound helps.
         check_contents: read and check the tables' contents. None: on the CPU yes, on a GPU no (it would wait for the device).
+            With False, lengths and page ids that do not fit the tensors are read as they are: out of bounds.
+
+    The result carries no gradient: decoding is inference.
 
     Returns:
         ``out``, or ``(out, lse)`` with lse fp32 [total_q, num_heads], natural log. A row that sees no key gets out 0 and
@@ -81,6 +85,7 @@ def mla_decode(
             return_lse=return_lse, num_kv_splits=num_kv_splits, backend=backend, split_size=split_size,
             max_q_len=max_q_len, check_contents=check_contents,
         )  # fmt: skip
+    checks.check_types(cache, table)
     # Traced (or a tensor subclass, such as a fake tensor): everything below the operator's boundary, checks included, happens when the graph runs.
     shared = (
         q, cache.data, cache.scale, cache.format.name, cache.scale_is_set, table.kind, table.page_size, table.page_ids,
@@ -95,6 +100,7 @@ def mla_decode(
     return (result, lse) if return_lse else result
 
 
+@torch.no_grad()
 def _decode(
     q: torch.Tensor,
     cache: LatentCache,
@@ -105,7 +111,7 @@ def _decode(
     backend: str,
     **options,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    args = checks.check_call(q, cache, table, out=out, lse=None, return_lse=return_lse, **options)
+    args = checks.check_call(q, cache, table, out=out, return_lse=return_lse, **options)
     chosen = backends.choose(args.problem, device.describe(q.device), backend)
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], DIMS.v_head_dim)
@@ -200,8 +206,9 @@ class CapturedDecode:
 class DecodePlan:
     """A decode step prepared for a capacity: owns all scratch, so :meth:`run` allocates nothing and never synchronises.
 
-    Splits are chosen from the lengths that the tables hold at each call, on the device; nothing about them is fixed by
-    the plan. One plan serves any batch up to its capacity, and one captured graph stays right while keys are added,
+    A plan runs one call at a time: its scratch is shared, so calls from several threads take turns and calls on several
+    streams must be ordered by the caller. Splits are chosen from the lengths that the tables hold at each call, on the
+    device; nothing about them is fixed by the plan. One plan serves any batch up to its capacity, and one captured graph stays right while keys are added,
     sequences end and padded rows (kv_len 0, page id -1) appear.
 
     Args:
@@ -254,6 +261,10 @@ class DecodePlan:
                 raise InvalidArgument(f"{name}: expected a positive integer, got {value!r}.")
         checks.check_options(sm_scale=1.0, logit_cap=0.0, num_kv_splits=num_kv_splits, split_size=split_size)
         self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise BackendUnavailable(
+                "device: torch sees no GPU here, got device='cuda'. Pass device='cpu' to plan for the CPU."
+            )
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         total_q = max_batch * max_q_len if max_total_q is None else max_total_q
@@ -280,10 +291,14 @@ class DecodePlan:
         self._out = torch.empty(total_q * num_heads, DIMS.v_head_dim, dtype=q_dtype, device=self.device)
         self._lse = torch.empty(total_q * num_heads, dtype=torch.float32, device=self.device)
         self._able: set[tuple[str, bool, float, bool]] = set()
+        # The scratch serves one call at a time; on a GPU the lock covers the launches, and stream order does the rest.
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"DecodePlan({self.capacity}, backend={self.backend.name!r}, device={str(self.device)!r})"
 
+    @torch.compiler.disable
+    @torch.no_grad()
     def run(
         self,
         q: torch.Tensor,
@@ -309,9 +324,12 @@ class DecodePlan:
         args = self._args(q, cache, table, sm_scale=sm_scale, qo_indptr=qo_indptr, causal=causal, logit_cap=logit_cap,
                           out=out, return_lse=return_lse, check_contents=check_contents)  # fmt: skip
         if args.problem.total_q:
-            self.backend.run(args, self._workspace)
+            with self._lock:
+                self.backend.run(args, self._workspace)
         return args.out if args.lse is None else (args.out, args.lse)
 
+    @torch.compiler.disable
+    @torch.no_grad()
     def capture(
         self,
         q: torch.Tensor,
@@ -348,7 +366,15 @@ class DecodePlan:
                 self.backend.run(args, self._workspace)
 
         if self.device.type != "cuda":
-            return CapturedDecode(step, out, args.lse, None)
+
+            def checked_step() -> None:
+                # What the tables hold may have changed since: on a CPU a wrong length or page id would crash the process.
+                self._args(q, cache, table, sm_scale=sm_scale, qo_indptr=qo_indptr, causal=causal, logit_cap=logit_cap,
+                           out=out, return_lse=return_lse, check_contents=None)  # fmt: skip
+                with torch.no_grad(), self._lock:
+                    step()
+
+            return CapturedDecode(checked_step, out, args.lse, None)
         # Warm up on a side stream: compiles kernels and loads modules, neither of which may happen inside a capture.
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -363,7 +389,7 @@ class DecodePlan:
     def _args(self, q, cache, table, *, out, return_lse, **options) -> DecodeArgs:
         cap = self.capacity
         args = checks.check_call(
-            q, cache, table, out=out, lse=None, return_lse=return_lse, num_kv_splits=cap.num_kv_splits, split_size=cap.split_size,
+            q, cache, table, out=out, return_lse=return_lse, num_kv_splits=cap.num_kv_splits, split_size=cap.split_size,
             max_q_len=cap.max_q_len if options["qo_indptr"] is not None else None, **options,
         )  # fmt: skip
         p = args.problem
@@ -383,6 +409,14 @@ class DecodePlan:
                 raise CapacityExceeded(
                     f"{what}: this plan holds {getattr(cap, name)}, the call needs {getattr(p, name)}. Build a larger plan."
                 )
+        if options["check_contents"] or (options["check_contents"] is None and q.device.type == "cpu"):
+            lens = table.kv_lens()
+            for what, needed, held in (
+                ("max_kv_len", int(lens.max()) if len(lens) else 0, cap.max_kv_len),
+                ("max_total_kv", int(lens.sum()), cap.total_kv),
+            ):
+                if needed > held:
+                    raise CapacityExceeded(f"{what}: this plan holds {held} keys, the call has {needed}. Build a larger plan.")
         key = (p.table_kind, p.causal, p.logit_cap, p.ragged_q)
         if key not in self._able:
             reason = self.backend.why_not(p, self._info)
@@ -408,7 +442,8 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Join attention over disjoint sets of keys: ``out = sum(exp(lse_i - lse) out_i)``, ``lse = log(sum(exp(lse_i)))``.
 
-    A state with lse -inf saw no key and is left out, whatever its ``out`` holds; if all are, the result is 0 and -inf.
+    A state with lse -inf saw no key and is left out, whatever its ``out`` holds; if all are, the result is 0 and -inf. (Some
+    libraries mark such states with +inf; translate that first.)
 
     Args:
         outs: n tensors [..., v_head_dim] (or one [n, ..., v_head_dim]), any float dtype.
@@ -425,16 +460,17 @@ def merge_states(
         >>> round(out.item(), 4)
         0.8
     """
-    if len(outs) == 0 or len(outs) != len(lses):
-        raise InvalidArgument(f"outs, lses: expected the same number of states, at least one, got {len(outs)} and {len(lses)}.")
-    out = outs if isinstance(outs, torch.Tensor) else torch.stack(list(outs))
-    lse = lses if isinstance(lses, torch.Tensor) else torch.stack(list(lses))
+    out, lse = _stacked("outs", outs), _stacked("lses", lses)
+    if len(out) == 0 or len(out) != len(lse):
+        raise InvalidArgument(f"outs, lses: expected the same number of states, at least one, got {len(out)} and {len(lse)}.")
     if out.shape[:-1] != lse.shape:
         raise InvalidArgument(
             f"lses: expected {list(out.shape[:-1])}, the shape of outs without its last dim, got {list(lse.shape)}."
         )
     if not out.is_floating_point() or not lse.is_floating_point():
         raise InvalidDtype(f"outs, lses: expected floating point, got {out.dtype} and {lse.dtype}.")
+    if out.device != lse.device:
+        raise InvalidArgument(f"lses: expected on the device of outs, {out.device}, got {lse.device}. Move them together.")
     lse = lse.float()
     top = lse.amax(0)
     top = torch.where(top == -torch.inf, 0.0, top)
@@ -444,3 +480,24 @@ def merge_states(
     parts = torch.where((lse == -torch.inf)[..., None], 0.0, weight[..., None] * out.float())
     merged = parts.sum(0) / torch.where(total == 0, 1.0, total)[..., None]
     return merged.to(out.dtype), top + torch.log(total)
+
+
+def _stacked(name: str, states: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor [n, ...] of a sequence of equal tensors."""
+    if isinstance(states, torch.Tensor):
+        if states.ndim == 0:
+            raise InvalidArgument(f"{name}: expected [n, ...] or a sequence of tensors, got a scalar.")
+        return states
+    states = list(states)
+    odd = next((s for s in states if not isinstance(s, torch.Tensor)), None)
+    if odd is not None:
+        raise InvalidArgument(f"{name}: expected tensors, got {type(odd).__name__}. Use torch.as_tensor.")
+    if not states:
+        return torch.empty(0)
+    different = next((s for s in states if s.shape != states[0].shape or s.device != states[0].device), None)
+    if different is not None:
+        raise InvalidArgument(
+            f"{name}: expected states of one shape and device, {list(states[0].shape)} on {states[0].device}, got "
+            f"{list(different.shape)} on {different.device}."
+        )
+    return torch.stack(states)

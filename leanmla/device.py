@@ -59,6 +59,8 @@ def describe(device: torch.device | str) -> DeviceInfo:
     device = torch.device(device)
     if device.type == "cuda":
         return _describe_gpu(device.index if device.index is not None else torch.cuda.current_device())
+    if device.type != "cpu":
+        return DeviceInfo(device.type, f"device '{device}'", device.type, 0, 0, 0)
     return _describe_cpu(torch.get_num_threads())
 
 

@@ -25,7 +25,7 @@ def _index_tensor(name: str, t: torch.Tensor, ndim: int, *, shape: str) -> torch
         )
     if t.ndim != ndim:
         raise InvalidArgument(f"{name}: expected {ndim} dims {shape}, got shape {list(t.shape)}.")
-    if t.numel() and t.stride(-1) != 1:
+    if t.numel() and t.shape[-1] > 1 and t.stride(-1) != 1:
         raise InvalidArgument(f"{name}: the last dim must be contiguous, got strides {t.stride()}. Call .contiguous().")
     return t
 
@@ -219,7 +219,10 @@ class PageTable:
                 )
             if self.kv_last_page_len is not None and self.page_size > 1:
                 last = self.kv_last_page_len.cpu().long()
-                used = indptr[1:] > indptr[:-1]
+                pages = indptr[1:] - indptr[:-1]
+                # A padded row may keep one page (any id) with last length 0: its kv_len is 0.
+                padded = (pages == 1) & (last == 0)
+                used = (pages > 0) & ~padded
                 for b in (used & ((last < 1) | (last > self.page_size))).nonzero().flatten().tolist()[:1]:
                     raise InvalidTable(
                         f"kv_last_page_len[{b}]: expected 1..{self.page_size}, got {int(last[b])}. "
@@ -229,9 +232,11 @@ class PageTable:
             ids = self.page_ids.cpu()
             if self.kind == "csr":
                 used_ids = ids[: int(indptr[-1])]
+                if self.kv_last_page_len is not None and self.page_size > 1:
+                    used_ids = used_ids[~torch.repeat_interleave(padded, pages)]
             else:
                 used_pages = -(-lens // self.page_size)
-                used_ids = ids[torch.arange(ids.shape[1]) < used_pages[:, None]]
+                used_ids = ids[torch.arange(ids.shape[1], device="cpu") < used_pages[:, None]]
             outside = (used_ids < 0) | (used_ids >= num_pages)
             if bool(outside.any()):
                 raise InvalidTable(

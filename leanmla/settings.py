@@ -25,6 +25,6 @@ def cpu_threads() -> int | None:
     text = os.environ.get("LEANMLA_CPU_THREADS", "").strip()
     if not text:
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise InvalidArgument(f"LEANMLA_CPU_THREADS: expected a positive integer, got {text!r}. Unset it to follow torch.")
     return int(text)

@@ -22,6 +22,6 @@ def get(name: str | CacheFormat) -> CacheFormat:
     """
     if isinstance(name, CacheFormat):
         return name
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise InvalidArgument(f"format: expected one of {', '.join(FORMATS)}, got {name!r}.")
     return FORMATS[name]

@@ -63,6 +63,10 @@ class CacheFormat(ABC):
         return data if data.dtype == self.storage_dtype else data.view(self.storage_dtype)
 
     def _check_latent(self, latent: torch.Tensor) -> None:
+        if not isinstance(latent, torch.Tensor):
+            raise InvalidArgument(
+                f"latent: expected a tensor [n, {DIMS.qk_head_dim}], got {type(latent).__name__}. Use torch.as_tensor."
+            )
         if latent.ndim != 2 or latent.shape[1] != DIMS.qk_head_dim:
             raise InvalidArgument(
                 f"latent: expected [n, {DIMS.qk_head_dim}], got {list(latent.shape)}. "

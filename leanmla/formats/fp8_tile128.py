@@ -33,10 +33,14 @@ class FP8Tile128(CacheFormat):
     layout = "512 e4m3fn, 4 fp32 scales (one per 128 values), 64 bf16 rope values, in one row"
 
     def quantize(self, latent, *, scale=None, mx_scale_rule="even") -> Quantized:
-        """scale = amax / 448 of each 128 values (amax at least 1e-12); the rope part is rounded to bf16."""
+        """scale = amax / 448 of each 128 values (amax at least 1e-12); the rope part is rounded to bf16.
+
+        Infinities (clipped and counted) and NaN (kept) do not count for amax: one must not void the other 127 values.
+        """
         self._check_latent(latent)
         tiles = latent[:, : DIMS.kv_lora_rank].float().unflatten(1, (NUM_TILES, TILE))
-        scales = tiles.abs().amax(-1).clamp(min=MIN_AMAX) / E4M3_MAX
+        magnitude = tiles.abs()
+        scales = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(-1).clamp(min=MIN_AMAX) / E4M3_MAX
         values, saturated = quantize_e4m3(tiles, scales[..., None])
         rope = latent[:, DIMS.kv_lora_rank :].to(torch.bfloat16).contiguous()
         row = torch.cat((values.flatten(1), scales.view(torch.uint8), rope.view(torch.uint8)), dim=1)

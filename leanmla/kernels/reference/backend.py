@@ -17,11 +17,14 @@ class ReferenceBackend:
     name = "reference"
 
     def why_not(self, problem: DecodeProblem, device: DeviceInfo) -> str | None:
+        if device.kind not in ("cpu", "cuda", "hip"):
+            return f"needs a CPU or a GPU, this is {device.name}"
         return None
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> object:
         return None
 
+    @torch.no_grad()
     def run(self, args: DecodeArgs, workspace: object) -> None:
         out, lse = mla_decode_reference(
             args.q,

@@ -145,7 +145,9 @@ def append_kernel(
     else:
         tiles = tl.reshape(x, [4, 128])
         magnitude = bits_of(tl.abs(tiles))
-        amax = tl.max(magnitude, 1).to(tl.float32, bitcast=True)  # NaN bits are the largest
+        # Infinities and NaN do not count, as in the host codec: one must not void the other 127.
+        finite = tl.where(magnitude < 0x7F800000, magnitude, 0)
+        amax = tl.max(finite, 1).to(tl.float32, bitcast=True)
         amax = tl.where(amax < 1e-12, 1e-12, amax)
         scale = tl.math.div_rn(amax, tl.full([4], 448.0, tl.float32))
         code, saturated = quantized_e4m3(tiles, tl.broadcast_to(scale[:, None], [4, 128]))
