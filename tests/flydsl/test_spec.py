@@ -114,3 +114,16 @@ def test_items_bound_holds():
         shape = work_shape(p)
         plan = plan_splits(lens, num_workers=shape.num_workers, split_size=size)
         assert len(plan.items) <= shape.max_items, (lens, size)
+
+
+@pytest.mark.parametrize(("seed", "workers", "chunk", "items"), [(8, 7, 39, 12), (64, 128, 15, 174), (300, 512, 19, 729)])
+def test_definition_that_the_device_planner_repeats(seed, workers, chunk, items):
+    """plan.py was compared with the definition as it stood when it gave these values: if this fails, plan.py has to follow."""
+    import random
+
+    from leanmla.split_plan import plan_splits
+
+    rng = random.Random(seed)
+    lens = [rng.choice((0, 1, 64, 65, 1000, 5000, rng.randint(0, 20000))) for _ in range(seed)]
+    plan = plan_splits(lens, num_workers=workers)
+    assert (plan.chunk_blocks, len(plan.items)) == (chunk, items)

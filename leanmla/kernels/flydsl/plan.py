@@ -18,6 +18,7 @@ __all__ = ["make_plan"]
 
 NUM_CANDIDATES = 32  # the factors, and "do not split"
 GROUPS = NUM_THREADS // NUM_CANDIDATES
+MANY = 1 << 30  # more tiles than a sequence can have
 assert len(CHUNK_CANDIDATES) == NUM_CANDIDATES - 1
 
 
@@ -54,7 +55,7 @@ def make_plan(spec: PlanSpec):
         kv_indptr: fx.Int64, kv_lens: fx.Int64, items: fx.Int64, first_item: fx.Int64, split_counts: fx.Int64,
         num_items: fx.Int64, batch: fx.Int32, num_workers: fx.Int32, split_size: fx.Int32, fan_log2: fx.Int32,
     ):  # fmt: skip
-        lds = ops.Lds(2 * 4 * NUM_THREADS)
+        lds = ops.Lds(4 * 4 * NUM_THREADS)
         thread = fx.thread_idx.x
         wave = ops.uniform(thread >> 6)
         lane = thread & 63
@@ -85,25 +86,32 @@ def make_plan(spec: PlanSpec):
             ideal = _ceil_div(tiles_sum, num_workers)
             chunk = ops.minimum(_at_least_one((ideal * _factor(candidate) + 15) >> 4), longest)
             chunk = _at_least_one(ops.select(candidate == NUM_CANDIDATES - 1, longest, chunk))
-            splits_sum, largest = zero, zero
+            items_sum, largest, smallest = zero, zero, fx.Int32(MANY)
             for sequence in range(thread >> 5, batch, GROUPS):
                 own = _tiles(spec, kv_indptr, kv_lens, fx.Int32(sequence))
                 splits = _at_least_one(_ceil_div(own, chunk))
-                splits_sum = splits_sum + splits
+                items_sum = items_sum + splits
                 largest = ops.maximum_int(largest, _ceil_div(own, splits))
-            splits_sum = splits_sum + ops.xor_lanes(splits_sum, 32)
+                smallest = ops.minimum(smallest, ops.udiv(own, splits))
+            items_sum = items_sum + ops.xor_lanes(items_sum, 32)
             largest = ops.maximum_int(largest, ops.xor_lanes(largest, 32))
-            ops.lds_store(lds, thread * 8, splits_sum)
-            ops.lds_store(lds, thread * 8, largest, offset=4)
+            smallest = ops.minimum(smallest, ops.xor_lanes(smallest, 32))
+            ops.lds_store(lds, thread * 16, items_sum)
+            ops.lds_store(lds, thread * 16, largest, offset=4)
+            ops.lds_store(lds, thread * 16, smallest, offset=8)
             ops.barrier()
-            splits_sum, largest = zero, zero
+            items_sum, largest, smallest = zero, zero, fx.Int32(MANY)
             for w in fx.range_constexpr(4):
-                splits_sum = splits_sum + ops.lds_load(lds, candidate * 8, offset=512 * w)
-                largest = ops.maximum_int(largest, ops.lds_load(lds, candidate * 8, offset=512 * w + 4))
+                items_sum = items_sum + ops.lds_load(lds, candidate * 16, offset=1024 * w)
+                largest = ops.maximum_int(largest, ops.lds_load(lds, candidate * 16, offset=1024 * w + 4))
+                smallest = ops.minimum(smallest, ops.lds_load(lds, candidate * 16, offset=1024 * w + 8))
             ops.barrier()
 
             # -- the cheapest; ties go to the later (larger) candidate
-            cost = _ceil_div(splits_sum, num_workers) * (largest + ITEM_OVERHEAD_BLOCKS)
+            unit = largest + ITEM_OVERHEAD_BLOCKS
+            waves = _ceil_div(tiles_sum + items_sum * ITEM_OVERHEAD_BLOCKS, unit * num_workers)
+            by_count = _ceil_div(items_sum, num_workers) * (smallest + ITEM_OVERHEAD_BLOCKS)
+            cost = ops.maximum_int(waves * unit, by_count)
             best = cost
             for distance in fx.range_constexpr(5):
                 best = ops.minimum(best, ops.xor_lanes(best, 1 << distance))
