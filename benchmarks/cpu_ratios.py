@@ -121,7 +121,7 @@ def _paths(batch: int, kv: int, heads: int, without_bf16_dot: bool) -> tuple[dic
         cache.append(keys, slots.flatten())
         out = torch.empty(batch, heads, 512, dtype=q.dtype)
         call = checks.check_call(
-            q, cache, table, sm_scale=SM_SCALE, qo_indptr=None, causal=True, logit_cap=0.0, out=out, lse=None, return_lse=False,
+            q, cache, table, sm_scale=SM_SCALE, qo_indptr=None, causal=True, logit_cap=0.0, out=out, return_lse=False,
             num_kv_splits=None, split_size=None, max_q_len=None, check_contents=True,
         )  # fmt: skip
         workspace = backend.make_workspace(call.problem, q.device)

@@ -18,7 +18,7 @@ pytest.importorskip("numba", reason="numba is not installed")
 
 from numba import njit
 
-from leanmla.kernels.cpu import arithmetic, decode, simd, tiles, workers
+from leanmla.kernels.cpu import arithmetic, decode, plan, simd, tiles, workers
 
 X86 = simd.HAS_AVX2 or simd.HAS_AVX512
 
@@ -148,12 +148,15 @@ def test_exp2():
     assert same(exp2(special), torch.tensor([1.0, 1.0, 0.5, 0.0, 0.0, 0.0, torch.nan, 0.25] * 2))
 
 
-def test_capped_logits():
-    cap = over_vectors(njit(lambda x: arithmetic.capped(x, 30.0)))
-    x = torch.cat((torch.linspace(-300, 300, 3200), torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-6] * 4)))
-    want = 30 * torch.tanh(x.double() / 30)
-    assert torch.equal(cap(x).isnan(), x.isnan())
-    assert (cap(x) - want).nan_to_num().abs().max() < 1e-5
+@pytest.mark.parametrize("cap", [0.01, 30.0, 1e6, 1e30])
+def test_capped_logits(cap):
+    capped = over_vectors(njit(lambda x: arithmetic.capped(x, cap)))
+    x = torch.cat((torch.linspace(-300, 300, 3200), torch.logspace(-20, 2, 160), torch.tensor([torch.nan, 0.0] * 8)))
+    want = cap * torch.tanh(x.double() / cap)
+    got = capped(x)
+    assert torch.equal(got.isnan(), x.isnan())
+    assert ((got - want).abs() <= 5e-7 * want.abs() + 1e-37).logical_or(x.isnan()).all()
+    assert torch.equal(capped(torch.tensor([torch.inf, -torch.inf] * 8)), torch.tensor([cap, -cap] * 8))
 
 
 def test_rounding_to_bf16_and_fp16():
@@ -213,25 +216,23 @@ def test_bf16_pairs_accumulate_in_fp32():
 @pytest.mark.parametrize("mode", [{"num_kv_splits": 1}, {"num_kv_splits": 7}, {"split_size": 1}, {"split_size": 100}])
 def test_splits_are_those_of_the_planner(mode):
     lens = [0, 1, 63, 64, 65, 500, 8192]
-    plan = plan_splits(lens, num_workers=4, granularity=cpu.TILE, **mode)
-    for item in plan.items:
-        count = np.array([item.num_splits])
-        start, end = cpu.split_range(np.array([lens[item.seq]]), count, np.array([item.split]), mode.get("split_size"))
-        assert (start[0], end[0]) == (item.kv_start, item.kv_end)
+    for item in plan_splits(lens, num_workers=4, granularity=cpu.TILE, **mode).items:
+        got = plan.split_range(lens[item.seq], item.num_splits, item.split, mode.get("split_size", 0))
+        assert got == (item.kv_start, item.kv_end)
 
 
-def test_constants_agree():
-    assert cpu.TILE == tiles.TILE and cpu.MAX_ROWS == decode.MAX_ROWS
+def test_scratch_is_small():
     assert decode.SCRATCH_BYTES < 2**20  # a worker's tile, logits, query and output: what stands in for a dequantised cache
 
 
 def call_of(inputs, **splits) -> object:
-    case, options = inputs.case, dict(inputs.options)
-    return checks.check_call(
-        inputs.q, inputs.cache, inputs.table, out=inputs.out, lse=torch.full(inputs.q.shape[:2], torch.nan), return_lse=True,
-        **{"qo_indptr": None, "causal": True, "logit_cap": 0.0, "max_q_len": None, "check_contents": None, **options},
-        **{"num_kv_splits": case.num_kv_splits, "split_size": case.split_size, **splits},
-    )  # fmt: skip
+    case = inputs.case
+    options = {
+        "qo_indptr": None, "causal": True, "logit_cap": 0.0, "max_q_len": None, "check_contents": None, **inputs.options,
+        "num_kv_splits": case.num_kv_splits, "split_size": case.split_size, **splits,
+    }  # fmt: skip
+    args = checks.check_call(inputs.q, inputs.cache, inputs.table, out=inputs.out, return_lse=True, **options)
+    return dataclasses.replace(args, lse=torch.full(inputs.q.shape[:2], torch.nan))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_splits": 5}, {"split_size": 96}])
@@ -239,11 +240,13 @@ def call_of(inputs, **splits) -> object:
 def test_items_cover_every_key_of_every_row_once(table, options):
     case = DecodeCase((700, 0, 1, 5000, 64), num_heads=20, q_lens=(3, 1, 9, 0, 16), table=table)
     inputs = make_inputs(case)
-    items, merges, slots, work = cpu._work_items(call_of(inputs, **options))
-    seen = {b: np.zeros((rows * 20, n), dtype=int) for b, (n, rows) in enumerate(zip(case.kv_lens, case.rows))}
+    workspace = cpu.Workspace()
+    call = cpu.BACKEND.plan(call_of(inputs, **options), workspace)
+    items, merges = workspace.items[: call["num_items"]], workspace.merges[: call["num_merges"]]
+    seen = {b: np.zeros((rows * 20, n), dtype=int) for b, (n, rows) in enumerate(zip(case.kv_lens, case.rows, strict=True))}
     first_rows = np.cumsum((0, *case.rows))
     sequence = {int(first_rows[b]): b for b in reversed(range(case.batch)) if case.rows[b]}
-    used = np.zeros(slots, dtype=int)
+    used = np.zeros(call["num_slots"], dtype=int)
     for item in items:
         b = sequence[int(item["first_query"])]
         assert (item["q_len"], item["kv_len"]) == (case.rows[b], case.kv_lens[b])
@@ -257,13 +260,29 @@ def test_items_cover_every_key_of_every_row_once(table, options):
     assert all((grid == 1).all() for grid in seen.values())
     assert (used == 1).all()
     assert np.array_equal(np.bincount(items["merge"][items["merge"] >= 0], minlength=len(merges)), merges["pending"])
-    assert work == sum(grid.size for grid in seen.values())
+    assert call["num_pairs"] == sum(grid.size for grid in seen.values())
+
+
+def test_large_items_come_first():
+    inputs = make_inputs(DecodeCase((10, 3000, 40, 5000, 20)))
+    workspace = cpu.Workspace()
+    call = cpu.BACKEND.plan(call_of(inputs, split_size=1000), workspace)
+    sizes = [int(i["kv_end"] - i["kv_start"]) for i in workspace.items[: call["num_items"]]]
+    assert sizes == [1000] * 8 + [10, 40, 20]
+
+
+def test_room_for_items_grows():
+    inputs = make_inputs(DecodeCase((300,) * 90, num_heads=1))
+    workspace = cpu.Workspace()
+    before = len(workspace.items)
+    call = cpu.BACKEND.plan(call_of(inputs, split_size=64), workspace)
+    assert call["num_items"] == 450 > before and call["num_merges"] == 90
 
 
 def test_no_items_without_rows():
     inputs = make_inputs(DecodeCase((5, 70), q_lens=(0, 0)))
-    items, merges, slots, work = cpu._work_items(call_of(inputs))
-    assert (len(items), len(merges), slots, work) == (0, 0, 0, 0)
+    call = cpu.BACKEND.plan(call_of(inputs), cpu.Workspace())
+    assert [int(call[n]) for n in ("num_items", "num_merges", "num_slots", "num_pairs")] == [0, 0, 0, 0]
 
 
 # -- whole calls ------------------------------------------------------------------------------------------------------
@@ -297,8 +316,9 @@ def test_lse_does_not_see_the_rounding_of_p(bf16_dot):
     table = PageTable.contiguous(torch.tensor([0, 2049], dtype=torch.int32))
     call = checks.check_call(
         q, cache, table, sm_scale=1.0, qo_indptr=None, causal=True, logit_cap=0.0, out=torch.empty(1, 1, 512, dtype=q.dtype),
-        lse=torch.empty(1, 1), return_lse=True, num_kv_splits=1, split_size=None, max_q_len=None, check_contents=True,
+        return_lse=True, num_kv_splits=1, split_size=None, max_q_len=None, check_contents=True,
     )  # fmt: skip
+    call = dataclasses.replace(call, lse=torch.empty(1, 1))
     backend = cpu.CpuBackend(bf16_dot)
     backend.run(call, backend.make_workspace(call.problem, q.device))
     small = float(torch.tensor(-0.3).bfloat16())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import platform
+import struct
 
 import numpy as np
 import torch
@@ -12,19 +13,10 @@ import torch
 from ... import settings
 from ...device import DeviceInfo
 from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
-from .calls import CALL, ITEM, MERGE
+from .calls import CALL, CALL_FIELDS, CALL_FORMAT, ITEM, MAX_ROWS, MERGE, PLAN, TILE, WORK
 from .workers import Scratch, run_on_workers
 
 __all__ = ["BACKEND", "CpuBackend"]
-
-#: Keys a tile and query rows an item; decode.py is written for them (a test compares).
-TILE = 64
-MAX_ROWS = 128
-
-#: Items a thread, where each can have at least MIN_ITEM_TILES tiles of keys. Threads take items as they become free, so
-#: one that shares its core with something else does not hold up the rest.
-ITEMS_PER_THREAD = 4
-MIN_ITEM_TILES = 8
 
 #: Row-key pairs that each thread of a call must have, 0.1 ms. Forking costs microseconds on an idle machine, but on a busy
 #: one the wait for a thread that the system has not scheduled costs milliseconds.
@@ -32,18 +24,25 @@ MIN_WORK_PER_WORKER = 8192
 
 
 class Workspace:
-    """Partial results of split sequences. Grows to the largest call seen and is kept."""
+    """The records of a call and the partial results of split sequences. Grows to the largest call seen and is kept."""
 
     def __init__(self) -> None:
-        self._out = np.empty((0, DIMS.v_head_dim), dtype=np.float32)
-        self._lse = np.empty(0, dtype=np.float32)
+        self.call = np.zeros(1, dtype=CALL)
+        self.items = np.empty(64, dtype=ITEM)
+        self.merges = np.empty(16, dtype=MERGE)
+        self.partial_out = np.empty((0, DIMS.v_head_dim), dtype=np.float32)
+        self.partial_lse = np.empty(0, dtype=np.float32)
 
-    def partials(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
-        """fp32 [>= slots, 512] and [>= slots]."""
-        if self._lse.size < slots:
-            self._out = np.empty((slots, DIMS.v_head_dim), dtype=np.float32)
-            self._lse = np.empty(slots, dtype=np.float32)
-        return self._out, self._lse
+    def make_room(self, num_items: int, num_merges: int) -> None:
+        if len(self.items) < num_items:
+            self.items = np.empty(num_items, dtype=ITEM)
+        if len(self.merges) < num_merges:
+            self.merges = np.empty(num_merges, dtype=MERGE)
+
+    def make_slots(self, num_slots: int) -> None:
+        if len(self.partial_lse) < num_slots:
+            self.partial_out = np.empty((num_slots, DIMS.v_head_dim), dtype=np.float32)
+            self.partial_lse = np.empty(num_slots, dtype=np.float32)
 
 
 class CpuBackend:
@@ -100,125 +99,95 @@ class CpuBackend:
         return HAS_BF16_DOT
 
     def run(self, args: DecodeArgs, workspace: Workspace) -> None:
-        from .kernels import decode
-        from .tiles import FORMAT_CODES
+        from . import kernels
 
-        problem, q, cache, out = args.problem, args.q, args.cache, args.out
-        items, merges, slots, work = _work_items(args)
-        if not items.size:
+        call = self.plan(args, workspace)
+        if call["num_items"] == 0:
             return
-        num_workers = max(1, min(_num_threads(), len(items), work // MIN_WORK_PER_WORKER))
-        partial_out, partial_lse = workspace.partials(slots)
-        call = np.zeros(1, dtype=CALL)
-        c = call[0]
-        c["items"], c["num_items"], c["merges"] = items.ctypes.data, len(items), merges.ctypes.data
-        c["as_bf16"], c["format"] = self._uses_bf16(problem), FORMAT_CODES[problem.format]
-        c["causal"], c["num_heads"], c["page_size"] = problem.causal, problem.num_heads, problem.page_size
-        c["q"], c["q_stride"], c["q_head_stride"], c["q_is_fp16"] = *_address(q), problem.q_dtype == "fp16"
-        c["out"], c["out_stride"], c["out_head_stride"] = _address(out)
-        c["lse"] = 0 if args.lse is None else args.lse.data_ptr()
-        c["partial_out"], c["partial_lse"] = partial_out.ctypes.data, partial_lse.ctypes.data
-        c["data"], c["page_stride"], c["token_stride"] = _address(cache.data)
-        c["token_bytes"] = cache.data.shape[2] * cache.data.element_size()
-        if problem.format == "mxfp4":
-            assert cache.scale is not None
-            c["scales"], c["scale_page_stride"], c["scale_token_stride"] = _address(cache.scale)
-        if problem.table_kind == "contiguous":  # pages of one token
-            c["token_stride"], c["scale_token_stride"] = c["page_stride"], c["scale_page_stride"]
-        c["sm_scale"], c["logit_cap"] = args.sm_scale, problem.logit_cap
-        c["tensor_scale"] = 1.0
-        if problem.format == "fp8":
-            assert cache.scale is not None
-            c["tensor_scale"] = float(cache.scale)
+        workspace.make_slots(int(call["num_slots"]))
+        call["partial_out"], call["partial_lse"] = workspace.partial_out.ctypes.data, workspace.partial_lse.ctypes.data
+        num_workers = int(min(call["num_threads"], call["num_items"], max(1, call["num_pairs"] // MIN_WORK_PER_WORKER)))
         buffers = _scratch().take(num_workers)
         addresses = np.array([b.ctypes.data for b in buffers], dtype=np.int64)
-        c["scratch"] = addresses.ctypes.data
-        run_on_workers(decode, call.ctypes.data, num_workers)
+        call["scratch"] = addresses.ctypes.data
+        call["stage"] = WORK
+        run_on_workers(kernels.run, workspace.call.ctypes.data, num_workers)
         _scratch().give_back(buffers)
 
+    def plan(self, args: DecodeArgs, workspace: Workspace) -> np.void:
+        """Fill in the workspace's CALL, ITEM and MERGE records for a call; returns the CALL."""
+        from . import kernels
 
-def _address(t: torch.Tensor) -> tuple[int, int, int]:
-    """Address and byte strides of the first two dims."""
+        values = self._values(args)
+        call = workspace.call[0]
+        while True:
+            values["items"], values["item_capacity"] = workspace.items.ctypes.data, len(workspace.items)
+            values["merges"], values["merge_capacity"] = workspace.merges.ctypes.data, len(workspace.merges)
+            struct.pack_into(CALL_FORMAT, workspace.call.data, 0, *[values.get(name, 0) for name in CALL_FIELDS])
+            kernels.run(workspace.call.ctypes.data)
+            num_items, num_merges = int(call["num_items"]), int(call["num_merges"])
+            if num_items <= len(workspace.items) and num_merges <= len(workspace.merges):
+                return call
+            workspace.make_room(num_items, num_merges)
+
+    def _values(self, args: DecodeArgs) -> dict[str, int | float]:
+        """Fields of CALL that a call fixes; those left out are 0."""
+        from .tiles import FORMAT_CODES
+
+        problem, q, out, cache, table = args.problem, args.q, args.out, args.cache, args.table
+        data, scale = cache.data, cache.scale
+        values: dict[str, int | float] = {
+            "stage": PLAN,
+            "batch": problem.batch,
+            "total_q": problem.total_q,
+            "num_heads": problem.num_heads,
+            "causal": problem.causal,
+            "num_threads": _num_threads(),
+            "num_kv_splits": problem.num_kv_splits or 0,
+            "split_size": problem.split_size or 0,
+            "qo_indptr": _address(args.qo_indptr),
+            "page_size": table.page_size,
+            "page_ids": _address(table.page_ids),
+            "page_ids_stride": _strides(table.page_ids)[0] if table.kind == "block_table" else 0,
+            "kv_indptr": _address(table.kv_indptr),
+            "kv_last_page_len": _address(table.kv_last_page_len),
+            "cache_seqlens": _address(table.cache_seqlens),
+            "as_bf16": self._uses_bf16(problem),
+            "format": FORMAT_CODES[problem.format],
+            "q": _address(q),
+            "q_is_fp16": problem.q_dtype == "fp16",
+            "out": _address(out),
+            "lse": _address(args.lse),
+            "data": _address(data),
+            "token_bytes": data.shape[2] * data.element_size(),
+            "sm_scale": args.sm_scale,
+            "logit_cap": problem.logit_cap,
+            "tensor_scale": 1.0,
+        }
+        values["q_stride"], values["q_head_stride"], _ = _strides(q)
+        values["out_stride"], values["out_head_stride"], _ = _strides(out)
+        values["page_stride"], values["token_stride"], _ = _strides(data)
+        if problem.format == "mxfp4":
+            values["scales"] = _address(scale)
+            values["scale_page_stride"], values["scale_token_stride"], _ = _strides(scale)
+        elif problem.format == "fp8":
+            assert scale is not None
+            values["tensor_scale"] = scale.item()
+        if table.kind == "contiguous":  # pages of one token
+            values["token_stride"] = values["page_stride"]
+            values["scale_token_stride"] = values.get("scale_page_stride", 0)
+        return values
+
+
+def _address(t: torch.Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _strides(t: torch.Tensor | None) -> tuple[int, ...]:
+    """In bytes."""
+    assert t is not None
     width = t.element_size()
-    return t.data_ptr(), t.stride(0) * width, t.stride(1) * width
-
-
-def _work_items(args: DecodeArgs) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """(ITEM records, longest first; MERGE records; partial slots; row-key pairs)."""
-    problem, table = args.problem, args.table
-    kv_lens = table.kv_lens().numpy()
-    if args.qo_indptr is None:
-        q_lens = np.full(problem.batch, problem.total_q // max(problem.batch, 1), dtype=np.int64)
-    else:
-        q_lens = np.diff(args.qo_indptr.numpy()).astype(np.int64)
-    rows = q_lens * problem.num_heads
-    chunks = -(-rows // MAX_ROWS)
-    splits, split_size = _choose_splits(problem, kv_lens, chunks)
-
-    # One entry an item: sequence, split, chunk of rows.
-    per_seq = splits * chunks
-    seq = np.repeat(np.arange(problem.batch), per_seq)
-    nth = np.arange(len(seq)) - np.repeat(_before(per_seq), per_seq)
-    split, chunk = nth % splits[seq], nth // splits[seq]
-    items = np.zeros(len(seq), dtype=ITEM)
-    items["first_query"], items["q_len"], items["kv_len"] = _before(q_lens)[seq], q_lens[seq], kv_lens[seq]
-    items["kv_start"], items["kv_end"] = split_range(kv_lens[seq], splits[seq], split, split_size)
-    items["row_start"] = chunk * MAX_ROWS
-    items["row_end"] = np.minimum(items["row_start"] + MAX_ROWS, rows[seq])
-    if table.kind == "block_table":
-        assert table.page_ids is not None
-        items["page_ids"] = table.page_ids.data_ptr() + 4 * table.page_ids.stride(0) * seq
-    elif table.kind == "csr":
-        assert table.page_ids is not None and table.kv_indptr is not None
-        items["page_ids"] = table.page_ids.data_ptr() + 4 * table.kv_indptr.numpy().astype(np.int64)[seq]
-    else:
-        assert table.kv_indptr is not None
-        items["first_slot"] = table.kv_indptr.numpy()[seq]
-
-    # Where keys were split, every chunk of rows has a merge, and every split of it a range of partial slots.
-    is_split = splits > 1
-    slots = np.where(is_split, splits * rows, 0)
-    items["partial"] = _before(slots)[seq] + split * rows[seq] + items["row_start"]
-    items["merge"] = np.where(is_split[seq], _before(np.where(is_split, chunks, 0))[seq] + chunk, -1)
-    first = items[is_split[seq] & (split == 0)]
-    first_seq = seq[is_split[seq] & (split == 0)]
-    merges = np.zeros(len(first), dtype=MERGE)
-    for name in ("first_query", "row_start", "row_end", "partial"):
-        merges[name] = first[name]
-    merges["num_splits"] = merges["pending"] = splits[first_seq]
-    merges["split_stride"] = rows[first_seq]
-
-    work = (items["kv_end"] - items["kv_start"]) * (items["row_end"] - items["row_start"])
-    return items[np.argsort(-work, kind="stable")], merges, int(slots.sum()), int(work.sum())
-
-
-def _before(counts: np.ndarray) -> np.ndarray:
-    """Sum of the entries before each."""
-    return np.cumsum(counts) - counts
-
-
-def _choose_splits(problem: DecodeProblem, kv_lens: np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray, int | None]:
-    """(splits of each sequence, keys a split; None: a count was asked for).
-
-    Left free, splits have one size for all sequences: threads take items as they become free, so items need not be
-    equal, only small enough. 512 tiles on two threads: 8 items of 64 tiles.
-    """
-    if problem.num_kv_splits is not None:
-        return np.full(len(kv_lens), problem.num_kv_splits, dtype=np.int64), None
-    split_size = problem.split_size
-    if split_size is None:
-        tiles = int((-(-kv_lens // TILE) * chunks).sum())
-        split_size = TILE * max(MIN_ITEM_TILES, -(-tiles // (_num_threads() * ITEMS_PER_THREAD)))
-    return np.maximum(-(-kv_lens // split_size), 1), split_size
-
-
-def split_range(kv_lens, splits, split, split_size: int | None):
-    """Keys [start, end) of each split, as :mod:`leanmla.split_plan` defines them, for whole arrays."""
-    if split_size is not None:
-        return split * split_size, np.minimum((split + 1) * split_size, kv_lens)
-    tiles = -(-kv_lens // TILE)
-    start, end = (np.minimum(tiles * s // splits * TILE, kv_lens) for s in (split, split + 1))
-    return start, end
+    return tuple(n * width for n in t.stride())
 
 
 def _num_threads() -> int:

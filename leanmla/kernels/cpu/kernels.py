@@ -9,10 +9,10 @@ from pathlib import Path
 from numba import cfunc, types
 
 from ...errors import BackendUnavailable
-from .decode import work
+from .decode import entry
 from .simd import host_features
 
-__all__ = ["decode"]
+__all__ = ["run"]
 
 
 def _fingerprint() -> str:
@@ -31,17 +31,17 @@ def _compile():
     # numba keys its file cache by what a function closes over, and is blind to changes in the modules it calls.
     fingerprint = _fingerprint()
 
-    def entry(address):
+    def run(address):
         fingerprint  # noqa: B018
-        work(address)
+        entry(address)
 
     try:
-        return cfunc(types.void(types.int64), nopython=True, cache=True)(entry)
+        return cfunc(types.void(types.int64), nopython=True, cache=True)(run)
     except RuntimeError:  # numba found no folder it may write to
-        return cfunc(types.void(types.int64), nopython=True)(entry)
+        return cfunc(types.void(types.int64), nopython=True)(run)
 
 
 _compiled = _compile()
 
-#: void decode(CALL *): a C function that each worker runs.
-decode = _compiled.ctypes
+#: void run(CALL *), a C function: plans a call, or is what each worker runs.
+run = _compiled.ctypes

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from .calls import TILE
 from .simd import (
     any_half_outside,
     as_float,
@@ -43,7 +44,6 @@ FORMAT_CODES = {"bf16": BF16, "fp8": FP8, "mxfp4": MXFP4, "fp8_tile128": FP8_TIL
 
 ROW_FP32 = 576 * 4
 ROW_BF16 = 576 * 2
-TILE = 64  #: tokens a tile
 TOKENS = 16  # bytes before the addresses of a list of tokens
 TOKEN_LIST_BYTES = TOKENS + 2 * TILE * 8
 BLOCKS = 18  # of 32 values
