@@ -42,7 +42,7 @@ def test_chosen_on_the_card():
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"format": "fp8_tile128"}, "no kernel for cache format"), ({"q_dtype": "fp16"}, "bf16 queries"), ({"max_kv_len": 1 << 27}, "below")],
+    [({"format": "fp8_tile128"}, "no kernel for cache format"), ({"q_dtype": "fp16"}, "bf16 queries"), ({"max_kv_len": 1 << 27}, "below"), ({"num_kv_splits": 40000}, "splits")],
 )
 def test_refusals(changes, words):
     with device.override(MI355X, assume_installed=("flydsl",)):
@@ -53,6 +53,24 @@ def test_refusals(changes, words):
 def test_refused_where_flydsl_is_missing(monkeypatch):
     monkeypatch.setattr("leanmla.kernels.flydsl.backend.flydsl_missing", lambda: "needs flydsl, which is not installed")
     assert backends.why_not("flydsl", problem(), MI355X) == "needs flydsl, which is not installed"
+
+
+def test_other_versions_are_refused(monkeypatch):
+    from leanmla.kernels.flydsl import toolchain
+
+    monkeypatch.setattr(toolchain, "flydsl_version", lambda: "0.6.1")
+    with device.override(MI355X, assume_installed=("flydsl",)):
+        assert "flydsl==0.5.0" in (backends.why_not("flydsl", problem(), MI355X) or "")
+
+
+def test_split_ranges_without_wide_products():
+    """decode.py cuts tiles * split // count as whole * split + rest * split // count."""
+    for tiles in (0, 1, 7, 64, 1000, (1 << 21) - 1):
+        for count in (1, 2, 3, 32, 2049, 32767):
+            whole, rest = divmod(tiles, count)
+            for split in {0, 1, count // 2, count - 1, count}:
+                assert whole * split + rest * split // count == tiles * split // count
+                assert rest * split < 1 << 31
 
 
 def test_importing_the_backend_imports_no_flydsl():

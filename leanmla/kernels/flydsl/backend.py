@@ -22,6 +22,7 @@ __all__ = ["BACKEND", "FORMATS", "FlyDslBackend", "Workspace", "unsupported"]
 
 ARCH = "gfx950"
 FORMATS = ("bf16", "fp8", "mxfp4")
+MAX_SPLITS = 32767  # its square has to fit 31 bits
 STATUS = "built and emulated, not yet run on hardware"
 
 
@@ -33,6 +34,8 @@ def unsupported(problem: DecodeProblem) -> str | None:
         return f"takes bf16 queries, not {problem.q_dtype}"
     if problem.max_kv_len >= 1 << 27:
         return f"takes sequences below {1 << 27} keys, the tables allow {problem.max_kv_len}"
+    if (problem.num_kv_splits or 0) > MAX_SPLITS:
+        return f"takes at most {MAX_SPLITS} splits, got num_kv_splits={problem.num_kv_splits}"
     return None
 
 

@@ -29,7 +29,7 @@ from .spec import (
     PlanSpec,
 )  # fmt: skip
 from .splits import work_shape
-from .toolchain import compile_launcher, flydsl_missing, resources
+from .toolchain import compile_launcher, flydsl_missing, flydsl_version, resources
 
 __all__ = ["TARGETS", "Argument", "BuiltKernel", "build", "write_manifest"]
 
@@ -65,6 +65,7 @@ class BuiltKernel:
     resources: dict[str, int]
     hsaco: bytes = field(repr=False)
     isa: str = field(repr=False)
+    compiler: str = ""
     plan: BuiltKernel | None = None  #: to be launched before this one, on the same stream
     combine: BuiltKernel | None = None  #: to be launched after this one, on the same stream
 
@@ -94,6 +95,7 @@ class BuiltKernel:
             "file": self.file,
             "name": self.name,
             "language": self.language,
+            "compiler": self.compiler,
             "target": self.target,
             "grid": list(self.grid),
             "block": list(self.block),
@@ -205,7 +207,8 @@ def _built(spec, table, target, threads, grid, problem, constants, plan=None, co
     return BuiltKernel(
         name=spec.name, language="flydsl", target=target, grid=(grid, 1, 1), block=(threads, 1, 1), lds_bytes=used["lds_bytes"],
         dynamic_lds_bytes=0, arguments=arguments, kernarg_bytes=size, problem=str(problem), constants=constants,
-        resources=used, hsaco=hsaco, isa=isa, plan=plan, combine=combine,
+        resources=used, hsaco=hsaco, isa=isa, compiler=f"flydsl {flydsl_version()}", plan=plan,
+        combine=combine,
     )  # fmt: skip
 
 

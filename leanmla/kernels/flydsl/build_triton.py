@@ -99,6 +99,8 @@ def _compile(kernel, constants: dict, problem: DecodeProblem, target: str, num_w
 
 
 def _built(kernel, name, constants, problem, target, num_warps, grid, values, plan=None, combine=None) -> BuiltKernel:
+    import triton
+
     compiled, runtime = _compile(kernel, constants, problem, target, num_warps)
     table = [(n, "ptr" if t.startswith("*") else _KINDS[t], _MEANINGS[n]) for n, t in runtime]
     # Two pointers of Triton's own follow; kernels without scratch do not read them.
@@ -116,7 +118,7 @@ def _built(kernel, name, constants, problem, target, num_warps, grid, values, pl
         name=symbol[1], language="triton", target=target, grid=(grid, 1, 1), block=(64 * num_warps, 1, 1), lds_bytes=shared,
         dynamic_lds_bytes=shared, arguments=arguments, kernarg_bytes=size, problem=str(problem),
         constants=values | {"global_scratch": 0, "profile_scratch": 0}, resources=used | {"lds_bytes": shared},
-        hsaco=compiled.asm["hsaco"], isa=isa, plan=plan, combine=combine,
+        hsaco=compiled.asm["hsaco"], isa=isa, compiler=f"triton {triton.__version__}", plan=plan, combine=combine,
     )  # fmt: skip
 
 

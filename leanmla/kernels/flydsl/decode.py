@@ -84,8 +84,12 @@ def _split_range(spec: DecodeSpec, kv_len, split, count, split_size):
         first = ops.minimum(split * split_size, kv_len)
         return first, ops.minimum(first + split_size, kv_len)
     tiles = (kv_len + (TILE - 1)) >> 6
-    first = ops.minimum(ops.udiv(tiles * split, count) << 6, kv_len)
-    return first, ops.minimum(ops.udiv(tiles * (split + 1), count) << 6, kv_len)
+    # tiles * split // count, without the product's 64 bits: tiles = whole * count + rest.
+    whole = ops.udiv(tiles, count)
+    rest = tiles - whole * count
+    first = whole * split + ops.udiv(rest * split, count)
+    end = whole * (split + 1) + ops.udiv(rest * (split + 1), count)
+    return ops.minimum(first << 6, kv_len), ops.minimum(end << 6, kv_len)
 
 
 def _query_rows(spec: DecodeSpec, qo_indptr, q_len, sequence):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import io
 import os
 import re
@@ -17,7 +19,7 @@ from pathlib import Path
 from ... import device
 from ...errors import BackendUnavailable
 
-__all__ = ["FLYDSL_VERSION", "compile_launcher", "flydsl_missing", "resources"]
+__all__ = ["FLYDSL_VERSION", "compile_launcher", "flydsl_missing", "flydsl_version", "resources"]
 
 #: The version the kernels are written for, built and emulated with.
 FLYDSL_VERSION = "0.5.0"
@@ -27,7 +29,20 @@ _lock = threading.Lock()  # FlyDSL is steered through environment variables, whi
 
 def flydsl_missing() -> str | None:
     """Why FlyDSL cannot be used, or None. Does not import it."""
-    return device.missing("flydsl")
+    reason = device.missing("flydsl")
+    version = flydsl_version()
+    if reason is None and version and version.split(".")[:2] != FLYDSL_VERSION.split(".")[:2]:
+        return f"is written for flydsl {FLYDSL_VERSION}, this is {version} (pip install flydsl=={FLYDSL_VERSION})"
+    return reason
+
+
+@functools.cache
+def flydsl_version() -> str:
+    """The installed version, or "" if there is none."""
+    try:
+        return importlib.metadata.version("flydsl")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @contextlib.contextmanager
