@@ -175,7 +175,7 @@ def _attend(
         bf16 = pages.new_empty(1, pages.shape[1], pages.shape[2], dtype=torch.bfloat16)  # only for its shape: checks the rest
         check_call(
             q, LatentCache.from_tensors(bf16, format="bf16", page_size=pages.shape[1]), table, sm_scale=softmax_scale,
-            qo_indptr=None, causal=causal, logit_cap=0.0, out=None, lse=None, return_lse=True, num_kv_splits=None,
+            qo_indptr=None, causal=causal, logit_cap=0.0, out=None, return_lse=True, num_kv_splits=None,
             split_size=None, max_q_len=None, check_contents=False,
         )  # fmt: skip
         if not pages.is_cuda:

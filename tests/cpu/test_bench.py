@@ -88,7 +88,7 @@ def test_problem_is_what_a_call_would_have(pool):
     case = BenchCase((100, 7), num_heads=8, q_len=2)
     (copy,) = make_copies(case, "fp8", pool, 1)
     args = checks.check_call(copy.q, copy.cache, copy.table, sm_scale=1.0, qo_indptr=None, causal=True, logit_cap=0.0, out=None,
-                             lse=None, return_lse=False, num_kv_splits=None, split_size=None, max_q_len=None,
+                             return_lse=False, num_kv_splits=None, split_size=None, max_q_len=None,
                              check_contents=True)  # fmt: skip
     assert args.problem == problem_of(case, "fp8")
 

@@ -231,7 +231,7 @@ def _check_against_call(step: _Step, o: torch.Tensor) -> None:
 
     check_call(
         step.q, step.cache, step.table, sm_scale=step.sm_scale, qo_indptr=step.qo_indptr, causal=step.causal,
-        logit_cap=step.logit_cap, out=o, lse=None, return_lse=False, num_kv_splits=None, split_size=None,
+        logit_cap=step.logit_cap, out=o, return_lse=False, num_kv_splits=None, split_size=None,
         max_q_len=step.max_seqlen_q, check_contents=None,
     )  # fmt: skip
 
