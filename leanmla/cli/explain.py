@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,7 +72,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
         reasons = backends.reasons(problem, info)
         backend = backends.choose(problem, info, args.backend)
         config = backend.launch_config(problem, info)
-        plan = _plan(backend, problem, info, config, kv_lens)
+        plan = _plan(backend, problem, info, config, kv_lens, q_lens)
     cost = _cost(problem, kv_lens, q_lens, plan, known.tb_s if known else None)
     out.json(_document(args, problem, info, reasons, config, plan, cost, known))
     if args.plot:
@@ -125,13 +126,20 @@ def _problem(args: argparse.Namespace, kv_lens: tuple[int, ...], q_lens: tuple[i
 
 
 def _plan(
-    backend: Backend, problem: DecodeProblem, info: DeviceInfo, config: LaunchConfig, kv_lens: tuple[int, ...]
+    backend: Backend,
+    problem: DecodeProblem,
+    info: DeviceInfo,
+    config: LaunchConfig,
+    kv_lens: tuple[int, ...],
+    q_lens: tuple[int, ...],
 ) -> SplitPlan:
     """The schedule: the backend's own account of it (``host_plan``), or the common planner's with the backend's figures."""
     from ..split_plan import plan_splits
 
     own = getattr(backend, "host_plan", None)
     if own is not None:
+        if "q_lens" in inspect.signature(own).parameters:
+            return own(problem, info, kv_lens, q_lens=q_lens)
         return own(problem, info, kv_lens)
     return plan_splits(kv_lens, num_workers=max(1, config.num_workers), granularity=max(1, config.block_kv),
                        num_kv_splits=problem.num_kv_splits, split_size=problem.split_size)  # fmt: skip

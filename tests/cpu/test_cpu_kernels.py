@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from leanmla import LatentCache, PageTable, checks, device, formats
+from leanmla import DecodePlan, LatentCache, PageTable, checks, device, formats
 from leanmla.kernels.cpu import backend as cpu
 from leanmla.split_plan import plan_splits
 from leanmla.testing import DecodeCase, case_grid, compare, make_inputs
@@ -18,7 +18,7 @@ pytest.importorskip("numba", reason="numba is not installed")
 
 from numba import njit
 
-from leanmla.kernels.cpu import arithmetic, decode, plan, simd, tiles, workers
+from leanmla.kernels.cpu import arithmetic, cuts, decode, plan, simd, tiles, workers
 
 X86 = simd.HAS_AVX2 or simd.HAS_AVX512
 
@@ -279,6 +279,92 @@ def test_room_for_items_grows():
     assert call["num_items"] == 450 > before and call["num_merges"] == 90
 
 
+@pytest.mark.parametrize("options", [{}, {"num_kv_splits": 5}, {"num_kv_splits": 4096}, {"split_size": 96}])
+@pytest.mark.parametrize("case", [
+    DecodeCase((8192,)), DecodeCase((5000, 0, 40, 129) * 8), DecodeCase((3000, 9000, 64), num_heads=128, q_lens=3),
+    DecodeCase((700, 0, 9000, 64), num_heads=20, q_lens=(3, 1, 17, 2)),
+], ids=str)  # fmt: skip
+def test_the_plan_that_explain_shows_is_the_one_that_runs(case, options):
+    inputs = make_inputs(case)
+    args = call_of(inputs, **options)
+    workspace = cpu.Workspace()
+    call = cpu.BACKEND.plan(args, workspace)
+    shown = cpu.BACKEND.host_plan(args.problem, device.describe("cpu"), case.kv_lens, q_lens=case.rows)
+    first_rows = np.cumsum((0, *case.rows))
+    sequence = {int(first_rows[b]): b for b in range(case.batch)}
+    ran = [(sequence[int(i["first_query"])], int(i["kv_start"]), int(i["kv_end"]))
+           for i in workspace.items[: call["num_items"]] if i["row_start"] == 0]  # fmt: skip
+    assert sorted(ran) == [(i.seq, i.kv_start, i.kv_end) for i in shown.items]
+    seen = [np.zeros(n, dtype=int) for n in case.kv_lens]
+    for b, (count, start) in enumerate(zip(shown.splits_per_seq, shown.partial_start, strict=True)):
+        for split, item in enumerate(shown.items[start : start + count]):
+            assert (item.seq, item.split, item.num_splits) == (b, split, count)
+            seen[b][item.kv_start : item.kv_end] += 1
+    assert all((s == 1).all() for s in seen) and len(shown.items) == sum(shown.splits_per_seq)
+
+
+def test_the_plan_needs_no_lengths_of_queries():
+    case = DecodeCase((5000, 70), num_heads=128, q_lens=2)
+    problem = call_of(make_inputs(case)).problem
+    here = device.describe("cpu")
+    assert cpu.BACKEND.host_plan(problem, here, case.kv_lens) == cpu.BACKEND.host_plan(problem, here, case.kv_lens, case.rows)
+
+
+def test_splits_without_keys_cost_nothing():
+    inputs = make_inputs(DecodeCase((40, 0, 130)))
+    workspace = cpu.Workspace()
+    call = cpu.BACKEND.plan(call_of(inputs, num_kv_splits=4096), workspace)
+    ranges = sorted((int(i["first_query"]), int(i["kv_start"]), int(i["kv_end"])) for i in workspace.items[: call["num_items"]])
+    assert ranges == [(0, 0, 40), (1, 0, 0), (2, 0, 64), (2, 64, 128), (2, 128, 130)]
+    assert call["num_slots"] == 3 * 16
+    run(inputs, num_kv_splits=4096)
+
+
+CAPACITIES = [
+    {}, {"num_kv_splits": 7}, {"num_kv_splits": 4096}, {"split_size": 64},
+    {"num_heads": 128}, {"num_heads": 128, "num_kv_splits": 3}, {"num_heads": 7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CAPACITIES, ids=str)
+def test_a_plans_scratch_holds_every_call_within_its_capacity(options):
+    options = {"num_heads": 16, **options}
+    plan_of = DecodePlan(format="bf16", page_size=64, max_batch=6, max_kv_len=3000, max_q_len=3, device="cpu", backend="cpu",
+                         **options)  # fmt: skip
+    workspace = plan_of._workspace
+    before = [id(b) for b in (workspace.items, workspace.merges, workspace.partial_out, workspace.partial_lse)]
+    for kv_lens, q_lens in [((3000,) * 6, 3), ((3000, 1, 0, 513, 64, 65), 1), ((3000,), 3), ((3000, 10, 700), (3, 0, 2))]:
+        inputs = make_inputs(DecodeCase(kv_lens, num_heads=options["num_heads"], q_lens=q_lens, page_size=64))
+        plan_of.run(inputs.q, inputs.cache, inputs.table, **{k: v for k, v in inputs.options.items() if k != "max_q_len"})
+        now = [id(b) for b in (workspace.items, workspace.merges, workspace.partial_out, workspace.partial_lse)]
+        assert now == before, (kv_lens, q_lens)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_bounds_of_a_capacity_hold(threads):
+    draw = np.random.default_rng(threads)
+    for _ in range(300):
+        batch, heads, longest, most_q = (int(draw.integers(1, n)) for n in (9, 129, 60_000, 20))
+        capacity = problem(num_heads=heads, batch=batch, max_q_len=most_q, total_q=batch * most_q, max_kv_len=longest,
+                           total_kv=batch * longest, ragged_q=True)  # fmt: skip
+        kv_lens, q_lens = draw.integers(0, longest + 1, batch).tolist(), draw.integers(0, most_q + 1, batch).tolist()
+        rows = [n * heads for n in q_lens]
+        chunks = [cuts.row_chunks(r) for r in rows]
+        shown = cuts.host_plan(kv_lens, rows, num_threads=threads, num_kv_splits=None, split_size=None)
+        needed = (
+            sum(s * c for s, c in zip(shown.splits_per_seq, chunks, strict=True)),
+            sum(c for s, c in zip(shown.splits_per_seq, chunks, strict=True) if s > 1),
+            sum(s * r for s, r in zip(shown.splits_per_seq, rows, strict=True) if s > 1),
+        )
+        assert all(n <= m for n, m in zip(needed, cuts.most(capacity, threads), strict=True)), (capacity, kv_lens, q_lens)
+
+
+def test_a_huge_capacity_reserves_little():
+    huge = problem(num_heads=128, batch=256, total_q=256, max_kv_len=2**20, total_kv=2**28, split_size=64)
+    workspace = cpu.BACKEND.make_workspace(huge, torch.device("cpu"))
+    assert workspace.partial_out.nbytes <= cpu.MAX_RESERVED_BYTES and workspace.items.nbytes <= cpu.MAX_RESERVED_BYTES
+
+
 def test_no_items_without_rows():
     inputs = make_inputs(DecodeCase((5, 70), q_lens=(0, 0)))
     call = cpu.BACKEND.plan(call_of(inputs), cpu.Workspace())
@@ -435,10 +521,48 @@ def test_reasons(monkeypatch):
     assert cpu.BACKEND.why_not(problem(), here) is None
     gpu = device.DeviceInfo("cuda", "NVIDIA H200", "sm_90", 132, 232448, 2**37)
     assert "NVIDIA H200" in cpu.BACKEND.why_not(problem(), gpu)
-    cpu._cannot_compile.cache_clear()
-    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
     assert "pip install numba" in cpu.BACKEND.why_not(problem(), here)
-    cpu._cannot_compile.cache_clear()
+    with device.override(here, assume_installed=("numba",)):
+        assert cpu.BACKEND.why_not(problem(), here) is None
+
+
+_AUTO = """
+import torch
+from leanmla import backends
+from leanmla.device import describe
+from leanmla.problem import DecodeProblem
+problem = DecodeProblem("bf16", 16, 1, 1, 1, False, 64, "block_table", 128, 128)
+print(backends.choose(problem, describe("cpu")).name, "|", backends.why_not("cpu", problem, describe("cpu")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "environment", "words"),
+    [
+        (
+            "raise ImportError('Numba needs NumPy 2.2 or less.\\nMore.')",
+            {},
+            "cannot be imported (ImportError: Numba needs NumPy 2.2",
+        ),
+        ("raise SystemError('initialization failed')", {}, "cannot be imported (SystemError: initialization failed)"),
+        ("", {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}, "unset NUMBA_CPU_NAME and NUMBA_CPU_FEATURES"),
+        ("", {"NUMBA_DISABLE_JIT": "1"}, "unset NUMBA_DISABLE_JIT"),
+    ],
+    ids=("numpy", "any error", "features", "interpreted"),
+)
+def test_where_numba_is_of_no_use_auto_takes_the_reference(broken, environment, words, tmp_path):
+    if "NUMBA_CPU_NAME" in environment and not X86:
+        pytest.skip("any processor of this kind has what the kernels need")
+    if broken:
+        (tmp_path / "numba").mkdir()
+        (tmp_path / "numba" / "__init__.py").write_text(broken)
+        environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", _AUTO], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, **environment})  # fmt: skip
+    name, _, reason = done.stdout.strip().partition(" | ")
+    assert done.returncode == 0, done.stderr
+    assert name == "reference" and words in reason and "\n" not in reason
 
 
 def test_importing_the_backend_needs_no_numba():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import platform
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from ... import device as devices
 from ... import settings
 from ...device import DeviceInfo
 from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
+from ...split_plan import SplitPlan
+from . import cuts
 from .calls import CALL, CALL_FIELDS, CALL_FORMAT, ITEM, MAX_ROWS, MERGE, PLAN, TILE, WORK
 from .workers import Scratch, run_on_workers
 
@@ -22,16 +24,20 @@ __all__ = ["BACKEND", "CpuBackend"]
 #: one the wait for a thread that the system has not scheduled costs milliseconds.
 MIN_WORK_PER_WORKER = 8192
 
+#: Most bytes of partial results that a workspace holds before a call needs them. A capacity for long sequences in short
+#: splits asks for more than any call may ever use; beyond this they are allocated by the first call that does.
+MAX_RESERVED_BYTES = 1 << 30
+
 
 class Workspace:
-    """The records of a call and the partial results of split sequences. Grows to the largest call seen and is kept."""
+    """The records of a call and the partial results of split sequences. Grows where a call needs more, and keeps it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_items: int = 64, num_merges: int = 16, num_slots: int = 0) -> None:
         self.call = np.zeros(1, dtype=CALL)
-        self.items = np.empty(64, dtype=ITEM)
-        self.merges = np.empty(16, dtype=MERGE)
-        self.partial_out = np.empty((0, DIMS.v_head_dim), dtype=np.float32)
-        self.partial_lse = np.empty(0, dtype=np.float32)
+        self.items = np.empty(num_items, dtype=ITEM)
+        self.merges = np.empty(num_merges, dtype=MERGE)
+        self.partial_out = np.empty((num_slots, DIMS.v_head_dim), dtype=np.float32)
+        self.partial_lse = np.empty(num_slots, dtype=np.float32)
 
     def make_room(self, num_items: int, num_merges: int) -> None:
         if len(self.items) < num_items:
@@ -60,10 +66,33 @@ class CpuBackend:
     def why_not(self, problem: DecodeProblem, device: DeviceInfo) -> str | None:
         if device.kind != "cpu":
             return f"runs on a CPU, this device is {device.name}"
-        return _cannot_compile()
+        return devices.missing("numba") or (None if _is_assumed() else _cannot_compile())
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
-        return Workspace()
+        """Room for every call within ``problem`` on as many threads as there are now."""
+        num_items, num_merges, num_slots = cuts.most(problem, _num_threads())
+        item_bytes, slot_bytes = ITEM.itemsize, 4 * (DIMS.v_head_dim + 1)
+        return Workspace(
+            min(num_items, MAX_RESERVED_BYTES // 8 // item_bytes),
+            min(num_merges, MAX_RESERVED_BYTES // 8 // item_bytes),
+            min(num_slots, MAX_RESERVED_BYTES // slot_bytes),
+        )
+
+    def host_plan(
+        self, problem: DecodeProblem, device: DeviceInfo, kv_lens: Sequence[int], q_lens: Sequence[int] | None = None
+    ) -> SplitPlan:
+        """The ranges of keys that :meth:`run` makes for sequences of these lengths.
+
+        Args:
+            q_lens: query rows of each sequence; None: equal, or the bound on them where the problem is ragged.
+        """
+        if q_lens is None:
+            each = problem.max_q_len if problem.ragged_q else problem.total_q // max(problem.batch, 1)
+            q_lens = [each] * len(kv_lens)
+        return cuts.host_plan(
+            kv_lens, [n * problem.num_heads for n in q_lens], num_threads=settings.cpu_threads() or max(1, device.num_sms),
+            num_kv_splits=problem.num_kv_splits, split_size=problem.split_size,
+        )  # fmt: skip
 
     def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
         as_bf16 = self._uses_bf16(problem)
@@ -73,12 +102,8 @@ class CpuBackend:
             kernel="kernels/cpu/decode.py",
             block_rows=min(-(-rows // 16) * 16, MAX_ROWS),
             block_kv=TILE,
-            num_workers=_num_threads(),
-            reason=(
-                "bf16 products with fp32 sums (AVX512_BF16)"
-                if as_bf16
-                else "fp32 products: " + self._why_fp32(problem)
-            ),
+            num_workers=settings.cpu_threads() or max(1, device.num_sms),
+            reason=("bf16 products with fp32 sums (AVX512_BF16)" if as_bf16 else "fp32 products: " + self._why_fp32(problem)),
             extra=(("products", "bf16" if as_bf16 else "fp32"),),
         )
 
@@ -94,6 +119,8 @@ class CpuBackend:
             return False
         if self._bf16_dot is not None:
             return self._bf16_dot
+        if devices.missing("numba") or _cannot_compile():  # only explained, for another machine
+            return False
         from .simd import HAS_BF16_DOT
 
         return HAS_BF16_DOT
@@ -201,14 +228,20 @@ def _scratch() -> Scratch:
     return Scratch(SCRATCH_BYTES)
 
 
+def _is_assumed() -> bool:
+    """numba is taken to be there (``device.override``): nothing is to be asked of this machine."""
+    return "numba" in devices._assumed
+
+
 @functools.cache
 def _cannot_compile() -> str | None:
-    """Why the kernels cannot be compiled here, or None. Does not import numba."""
-    if importlib.util.find_spec("numba") is None:
-        return "needs numba, which is not installed (pip install numba)"
-    if platform.machine().lower() in ("x86_64", "amd64") and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        return "needs a processor with AVX2"
-    return None
+    """Why the kernels cannot be compiled here though numba is installed, or None. Imports numba: only that tells."""
+    try:
+        from .simd import why_not
+    except Exception as error:  # an ImportError if numba does not go with this numpy, but it may be anything
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"needs numba, which is installed but cannot be imported ({type(error).__name__}: {first_line.rstrip('.')})"
+    return why_not()
 
 
 BACKEND = CpuBackend()

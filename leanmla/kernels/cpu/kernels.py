@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from pathlib import Path
 
 from numba import cfunc, types
 
 from ...errors import BackendUnavailable
 from .decode import entry
-from .simd import host_features
+from .simd import why_not
 
 __all__ = ["run"]
 
@@ -24,10 +23,9 @@ def _fingerprint() -> str:
 
 
 def _compile():
-    if platform.machine().lower() in ("x86_64", "amd64") and "f16c" not in host_features():
-        raise BackendUnavailable(
-            "backend='cpu' cannot run: numba is told to compile without F16C. Unset NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."
-        )
+    reason = why_not()
+    if reason is not None:
+        raise BackendUnavailable(f"backend='cpu' cannot run: {reason}.")
     # numba keys its file cache by what a function closes over, and is blind to changes in the modules it calls.
     fingerprint = _fingerprint()
 

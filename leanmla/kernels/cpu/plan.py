@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from numba import carray, njit
 
-from .calls import ITEM, MAX_ROWS, MERGE, TILE
+from . import cuts
+from .calls import ITEM, MAX_ROWS, MERGE
 from .simd import as_pointer, scalar_i
 
-#: Items a thread, where each can have at least MIN_ITEM_TILES tiles of keys. Threads take items as they become free, so
-#: one that shares its core with something else does not hold up the rest.
-ITEMS_PER_THREAD = 4
-MIN_ITEM_TILES = 8
+_num_tiles = njit(nogil=True)(cuts.num_tiles)
+_row_chunks = njit(nogil=True)(cuts.row_chunks)
+_shared_split_size = njit(nogil=True)(cuts.shared_split_size)
+_num_splits = njit(nogil=True)(cuts.num_splits)
+split_range = njit(nogil=True)(cuts.split_range)
 
 
 @njit(nogil=True)
@@ -34,35 +36,23 @@ def _first_query(call, b):
 
 
 @njit(nogil=True)
-def split_range(kv_len, num_splits, split, split_size):
-    """Keys [start, end) of a split; ``split_size`` 0: the tiles are dealt out evenly."""
-    if split_size != 0:
-        return split * split_size, min((split + 1) * split_size, kv_len)
-    tiles = (kv_len + TILE - 1) // TILE
-    return min(tiles * split // num_splits * TILE, kv_len), min(tiles * (split + 1) // num_splits * TILE, kv_len)
-
-
-@njit(nogil=True)
 def plan(call):
     """Fill in the items and merges of a call, and their numbers. Where there is no room for them, only the numbers.
 
-    Left free, splits have one size for all sequences: threads take items as they become free, so items need not be
-    equal, only small enough. 512 tiles on two threads: 8 items of 64 tiles. Items with at least half of the largest
-    one's work come first, so that no large one is begun last.
+    Items with at least half of the largest one's work come first, so that no large one is begun last.
     """
     split_size = call.split_size
     if split_size == 0 and call.num_kv_splits == 0:
         tiles = 0
         for b in range(call.batch):
             rows = (_first_query(call, b + 1) - _first_query(call, b)) * call.num_heads
-            tiles += (_kv_len(call, b) + TILE - 1) // TILE * ((rows + MAX_ROWS - 1) // MAX_ROWS)
-        share = call.num_threads * ITEMS_PER_THREAD
-        split_size = TILE * max(MIN_ITEM_TILES, (tiles + share - 1) // share)
+            tiles += _num_tiles(_kv_len(call, b)) * _row_chunks(rows)
+        split_size = _shared_split_size(tiles, call.num_threads)
 
     num_items = num_merges = num_slots = num_pairs = largest = 0
     for b in range(call.batch):
         kv_len, rows = _kv_len(call, b), (_first_query(call, b + 1) - _first_query(call, b)) * call.num_heads
-        num_splits, chunks = _num_splits(call, kv_len, split_size), (rows + MAX_ROWS - 1) // MAX_ROWS
+        num_splits, chunks = _num_splits(kv_len, call.num_kv_splits, split_size), _row_chunks(rows)
         num_items += num_splits * chunks
         num_pairs += kv_len * rows
         if num_splits > 1:
@@ -83,7 +73,7 @@ def plan(call):
             first = _first_query(call, b)
             q_len = _first_query(call, b + 1) - first
             kv_len, rows = _kv_len(call, b), q_len * call.num_heads
-            num_splits = _num_splits(call, kv_len, split_size)
+            num_splits = _num_splits(kv_len, call.num_kv_splits, split_size)
             for row_start in range(0, rows, MAX_ROWS):
                 row_end = min(row_start + MAX_ROWS, rows)
                 for split in range(num_splits):
@@ -112,10 +102,3 @@ def plan(call):
                     m += 1
             if num_splits > 1:
                 slots += num_splits * rows
-
-
-@njit(nogil=True)
-def _num_splits(call, kv_len, split_size):
-    if call.num_kv_splits != 0:
-        return call.num_kv_splits
-    return max((kv_len + split_size - 1) // split_size, 1)

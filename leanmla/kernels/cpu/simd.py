@@ -11,6 +11,7 @@ form with the same meaning elsewhere: :data:`lookup16` (AVX-512, AVX2) and :data
 from __future__ import annotations
 
 import operator
+import platform
 
 from llvmlite import ir
 from numba import types
@@ -50,6 +51,20 @@ def host_features() -> frozenset[str]:
     if features is None:
         features = codegen.get_host_cpu_features()
     return frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
+
+
+def why_not() -> str | None:
+    """Why the kernels cannot be compiled for these features, or None."""
+    if numba_config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return "numba is told not to compile; unset NUMBA_DISABLE_JIT"
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    lacking = [name for feature, name in (("avx2", "AVX2"), ("f16c", "F16C")) if feature not in host_features()]
+    if not lacking:
+        return None
+    if numba_config.CPU_FEATURES is not None or numba_config.CPU_NAME is not None:  # type: ignore[attr-defined]
+        return f"numba is told to compile without {' and '.join(lacking)}; unset NUMBA_CPU_NAME and NUMBA_CPU_FEATURES"
+    return f"needs a processor with {' and '.join(lacking)}"
 
 
 _FEATURES = host_features()
@@ -211,9 +226,7 @@ fma = _intrinsic(v16f, (v16f, v16f, v16f), _fma)  # x * y + z, rounded once
 maximum = _intrinsic(v16f, (v16f, v16f), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 # a < b ? x : y. False where a or b is NaN.
 where_less = _intrinsic(v16f, (v16f,) * 4, lambda b, p, q, x, y: b.select(b.fcmp_ordered("<", p, q), x, y))
-where_less_i = _intrinsic(
-    v16f, (v16i, v16i, v16f, v16f), lambda b, p, q, x, y: b.select(b.icmp_signed("<", p, q), x, y)
-)
+where_less_i = _intrinsic(v16f, (v16i, v16i, v16f, v16f), lambda b, p, q, x, y: b.select(b.icmp_signed("<", p, q), x, y))
 where_equal_i = _intrinsic(v16i, (v16i,) * 4, lambda b, p, q, x, y: b.select(b.icmp_signed("==", p, q), x, y))
 where_nan = _intrinsic(v16i, (v16f, v16i, v16i), lambda b, p, x, y: b.select(b.fcmp_unordered("uno", p, p), x, y))
 
@@ -249,9 +262,7 @@ def _emit_lookup16(builder, table, index):
         halves = []
         for first in (0, 8):
             part = _slice8(builder, index, first)
-            low, high = (
-                _call(builder, "llvm.x86.avx2.permd", _V8I, _slice8(builder, table, entry), part) for entry in (0, 8)
-            )
+            low, high = (_call(builder, "llvm.x86.avx2.permd", _V8I, _slice8(builder, table, entry), part) for entry in (0, 8))
             in_high = builder.trunc(builder.lshr(part, ir.Constant(_V8I, [3] * 8)), ir.VectorType(ir.IntType(1), 8))
             halves.append(builder.select(in_high, high, low))
         return builder.shuffle_vector(*halves, ir.Constant(_V16I, list(range(LANES))))
