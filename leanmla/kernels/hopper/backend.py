@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from dataclasses import dataclass
 
 import torch
 
-from ...device import DeviceInfo, describe, triton_missing
+from ...device import DeviceInfo, describe, missing, triton_missing
 from ...errors import CapacityExceeded, InvalidArgument
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
 from .launch import BLOCK_KEYS, choose_launch
@@ -41,10 +41,10 @@ class HopperBackend:
     def why_not(self, problem: DecodeProblem, device: DeviceInfo) -> str | None:
         if device.kind != "cuda" or device.arch != "sm_90":
             return f"needs an NVIDIA Hopper GPU (sm_90), this device is {device.arch}"
-        missing = triton_missing()
-        if missing is not None:
-            return missing
-        if importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is None:
+        no_triton = triton_missing()
+        if no_triton is not None:
+            return no_triton
+        if missing("triton.experimental.gluon.nvidia.hopper") is not None:
             return "needs Gluon, which ships inside Triton 3.6.0 and later; update triton"
         if device.shared_memory and device.shared_memory < _SHARED_MEMORY:
             return f"needs {_SHARED_MEMORY} bytes of shared memory a block, this device has {device.shared_memory}"
