@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from .output import Output, new_table
-from .words import integers
+from .words import check_seed, integers
 
 __all__ = ["SCHEMA", "add_arguments", "main"]
 
@@ -39,6 +39,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     from ..errors import InvalidArgument
     from ..plots.files import check_target, require_matplotlib, save
 
+    check_seed(args.seed)
     kv_lens = integers(args.kv, "--kv", 1)
     names = list(DISTRIBUTIONS) if args.distributions == "all" else [n.strip() for n in args.distributions.split(",")]
     formats = None if args.formats == "all" else args.formats.split(",")

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from .output import Output, new_table
-from .words import pick_device, time_unit
+from .words import check_seconds, pick_device, resolve_settings, time_unit
 
 __all__ = ["add_arguments", "main"]
 
@@ -33,10 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, out: Output) -> int:
     """Run it; 1 if a kernel of ours is wrong."""
     from ..bench.cases import cases_named
+    from ..bench.data import problem_of
     from ..bench.peers import peers_named
     from ..bench.results import read_json
     from ..bench.runner import contenders_for, earlier_times, run_bench
+    from ..device import describe
 
+    if args.time_limit != 0:  # 0 measures the ceilings alone
+        check_seconds(args.time_limit, "--time-limit")
+    if args.seconds is not None:
+        check_seconds(args.seconds, "--seconds")
     folder = _plot_folder(args.plot) if args.plot else None
     device = pick_device(args.device)
     gpu = device.type == "cuda"
@@ -44,6 +50,8 @@ def main(args: argparse.Namespace, out: Output) -> int:
     cases = cases_named(args.cases or ("contest" if gpu else "small"))
     names = [f.strip() for f in args.formats.split(",")]
     contenders = contenders_for(cases, names, args.backend, peers_named(args.peers), device)
+    autos = [c.format for c in contenders if c.backend == "auto"]
+    resolve_settings((problem_of(case, f) for f in autos for case in cases), describe(device))
     with out.steps(len(cases), "bench") as steps:
         run = run_bench(cases, contenders, device, time_limit=args.time_limit, seconds=args.seconds or (0.15 if gpu else 1.0),
                         commit=args.commit, on_step=steps.now, on_case=steps.advance)  # fmt: skip
@@ -188,7 +196,7 @@ def print_problems(out: Output, results) -> None:
             out.print(f"{r.status.upper()}: {r.case}, {r.contender}: {r.message}")
     for name, message in dict.fromkeys((r.contender, r.message) for r in results if r.status == "refused"):
         count = sum((r.contender, r.message) == (name, message) for r in results)
-        out.print(f"Left out, {count} {'case' if count == 1 else 'cases'}: {name}: {message}.")
+        out.print(f"Left out, {count} {'case' if count == 1 else 'cases'}: {name}: {message.rstrip('.')}.")
 
 
 def _print_problems(out: Output, run) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .output import Output, new_table
-from .words import pick_device
+from .words import check_seed, pick_device, resolve_settings
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,8 @@ def main(args: argparse.Namespace, out: Output) -> int:
     from ..device import describe
     from ..testing import case_grid
 
+    check_seed(args.seed)
+    resolve_settings()
     device = pick_device(args.device)
     grid = case_grid(_formats(args.format), _kinds(args.kind))
     names = _backends(args.backend, grid, describe(device))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from ..bench.results import check_writable, dump_json, write_json
+from ..errors import InvalidArgument
 
 __all__ = ["Output", "Steps", "new_table"]
 
@@ -71,6 +74,33 @@ class Steps:
             self._progress.update(self._task, completed=self.done)
 
 
+def _is_special(path: Path) -> bool:
+    """A device or a pipe: written to as it is, since a file put in its place would be no use to anyone."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _cannot_write(path: Path, error: OSError) -> InvalidArgument:
+    return InvalidArgument(f"--json: {path} cannot be written ({error.strerror}). Choose another place.")
+
+
+def _probe(path: Path) -> None:
+    """Refuse a result file that could not be written in the end. Permissions do not tell (a root user has all, /proc takes
+    no files), so a file is made beside it and removed.
+
+    Raises:
+        InvalidArgument: says what is in the way.
+    """
+    try:
+        if path.is_dir() or not _is_special(path):
+            check_writable(path)
+            tempfile.NamedTemporaryFile(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent).close()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
 class Output:
     """Prints for people on stdout (on stderr with ``--json -``), progress on stderr, JSON to a file or stdout.
 
@@ -82,7 +112,7 @@ class Output:
     def __init__(self, *, json_path: str | None = None, quiet: bool = False) -> None:
         self.json_path, self.quiet = json_path, quiet
         if json_path not in (None, "-"):
-            check_writable(Path(json_path))  # before the work, not after it
+            _probe(Path(json_path))  # before the work, not after it
         self.console = _console(sys.stderr if json_path == "-" else sys.stdout)
 
     def print(self, *things: Any) -> None:
@@ -96,7 +126,16 @@ class Output:
         if self.json_path == "-":
             sys.stdout.write(dump_json(document))
         elif self.json_path is not None:
-            write_json(Path(self.json_path), document)
+            path = Path(self.json_path)
+            try:
+                if _is_special(path):
+                    path.write_text(dump_json(document), encoding="utf-8")
+                else:
+                    write_json(path, document)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise _cannot_write(path, error) from None
 
     @contextmanager
     def steps(self, total: int, what: str) -> Iterator[Steps]:

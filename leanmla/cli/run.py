@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .bench import print_problems
 from .output import Output, new_table
-from .words import pick_device, time_unit
+from .words import check_seconds, pick_device, resolve_settings, time_unit
 
 if TYPE_CHECKING:
     from ..bench.cases import BenchCase
@@ -39,18 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, out: Output) -> int:
-    """Run it; 1 if a result is wrong."""
+    """Run it; 1 if a result is wrong, 2 if there is no result at all."""
     from ..bench.cases import cases_named
-    from ..bench.data import LatentPool
+    from ..bench.data import LatentPool, problem_of
     from ..bench.environment import command_line, environment
     from ..bench.measure import Measurement, measure_case
     from ..bench.runner import contenders_for
     from ..device import describe, free_memory
     from ..formats import get
 
+    check_seconds(args.time_limit, "--time-limit")
     device = pick_device(args.device)
     names = [get(f.strip()).name for f in args.formats.split(",")]
     cases = cases_named(args.cases)
+    autos = names if args.backend == "auto" else []
+    resolve_settings((problem_of(case, f) for f in autos for case in cases), describe(device))
     memory = min(MEMORY_LIMIT, (free_memory(device) or 2 * MEMORY_LIMIT) // 2)
     contenders = contenders_for(cases, names, args.backend, [], device)
     results: list[Measurement] = []
@@ -64,17 +67,33 @@ def main(args: argparse.Namespace, out: Output) -> int:
             fitted, why = _fit(case, cases[i:], names, memory, left, _seconds_per_token(results))
             if why:
                 shrunk.append(f"{fitted.label} ({why})")
-            results += measure_case(fitted, contenders, pool, seconds=0.2, min_rounds=3, max_rounds=15, checked_sequences=4,
+            measured = measure_case(fitted, contenders, pool, seconds=0.2, min_rounds=3, max_rounds=15, checked_sequences=4,
                                     by_format=True, on_step=steps.now)  # fmt: skip
+            for r in measured:
+                if r.status == "skipped" and fitted is not case:
+                    r.message = _too_large(case, fitted, r.format)
+            results += measured
             steps.advance()
     seconds = time.monotonic() - start
-    ok = all(r.status in ("ok", "refused") for r in results)
+    some = any(r.status == "ok" for r in results)
+    ok = some and all(r.status in ("ok", "refused") for r in results)
     out.json({
         "schema": SCHEMA, "command": command_line(), "ok": ok, "seconds": round(seconds, 1), "shrunk": shrunk,
         "environment": environment(device), "results": [r.document() for r in results],
     })  # fmt: skip
     _print(out, describe(device), results, shrunk, seconds)
+    if not some and all(r.status in ("refused", "skipped") for r in results):
+        return 2
     return 0 if ok else 1
+
+
+def _too_large(case: BenchCase, fitted: BenchCase, format: str) -> str:
+    """Why a case does not even run with fewer sequences."""
+    from ..bench.data import bytes_of
+
+    whole, part = (f"{bytes_of(c, format) / 2**30:,.1f} GiB" for c in (case, fitted))
+    count = "one sequence" if fitted.batch == 1 else f"{fitted.batch} sequences"
+    return f"{case.label} needs {whole} for the cache, {count} of it {part}, more than there is"
 
 
 def _seconds_per_token(results) -> float:

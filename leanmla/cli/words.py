@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument
@@ -9,7 +11,10 @@ from ..errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["integers", "pick_device", "size", "time_unit"]
+    from ..device import DeviceInfo
+    from ..problem import DecodeProblem
+
+__all__ = ["check_seed", "check_seconds", "integers", "pick_device", "resolve_settings", "size", "time_unit"]
 
 
 def pick_device(name: str) -> torch.device:
@@ -64,3 +69,49 @@ def integers(text: str, option: str, least: int) -> tuple[int, ...]:
     if min(values) < least:
         raise InvalidArgument(f"{option}: expected integers of at least {least}, got {min(values)}.")
     return values
+
+
+def check_seconds(value: float, option: str) -> None:
+    """Seconds to spend: more than none; infinity is no limit.
+
+    Raises:
+        InvalidArgument: something else.
+    """
+    if math.isnan(value) or value <= 0:
+        raise InvalidArgument(f"{option}: expected a positive number of seconds, got {value:g}.")
+
+
+def check_seed(value: int, option: str = "--seed") -> None:
+    """A seed that every generator takes, also after it was mixed with other numbers.
+
+    Raises:
+        InvalidArgument: below 0, or more than 32 bits.
+    """
+    if not 0 <= value < 2**32:
+        raise InvalidArgument(f"{option}: expected an integer from 0 to {2**32 - 1}, got {value}.")
+
+
+def resolve_settings(problems: Iterable[DecodeProblem] = (), info: DeviceInfo | None = None) -> None:
+    """Refuse settings that nothing can run with, before the work: later they would look like one refusal after another.
+
+    Args:
+        problems: what ``backend="auto"`` is going to run; some of it must be possible.
+        info: the device; needed with ``problems``.
+
+    Raises:
+        InvalidArgument: a variable's value is wrong; the message names it. BackendUnavailable: none of the problems can run.
+    """
+    from .. import backends, settings
+    from ..errors import BackendUnavailable
+
+    settings.cpu_threads()
+    refusal = None
+    for problem in problems:
+        assert info is not None
+        try:
+            backends.choose(problem, info)
+            return
+        except BackendUnavailable as error:
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal

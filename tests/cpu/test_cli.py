@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from leanmla import backends
+from leanmla import __main__, backends
 from leanmla.bench.ceilings import Ceilings
 from leanmla.cli import COMMANDS, explain, main, support
 from leanmla.cli import run as run_command
 from leanmla.cli.known_devices import KNOWN
 from leanmla.device import override
+from leanmla.errors import BackendUnavailable
 from leanmla.kernels.reference.backend import ReferenceBackend
 from leanmla.split_plan import plan_splits
 
@@ -196,6 +198,15 @@ def test_json_to_stdout_is_all_there_is_on_stdout(capsys):
     ("argv", "words"),
     [
         (("info", "--json", "/no/such/folder/x.json"), "folder /no/such/folder does not exist"),
+        (("info", "--json", "/proc/x.json"), "--json: /proc/x.json cannot be written"),
+        (("info", "--json", "x" * 250), "cannot be written (File name too long)"),
+        (("check", "--seed", "99999999999999999999999"), "--seed: expected an integer from 0 to 4294967295"),
+        (("check", "--seed", "-1"), "--seed: expected an integer from 0 to 4294967295, got -1"),
+        (("accuracy", "--seed", "99999999999999999999999"), "--seed: expected an integer from 0 to 4294967295"),
+        (("run", "--time-limit", "0"), "--time-limit: expected a positive number of seconds, got 0"),
+        (("run", "--time-limit", "nan"), "--time-limit: expected a positive number of seconds, got nan"),
+        (("bench", "--time-limit", "nan"), "--time-limit: expected a positive number of seconds, got nan"),
+        (("bench", "--seconds", "-1"), "--seconds: expected a positive number of seconds, got -1"),
         (("info", "--device", "tpu"), "--device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
         (("explain", "--format", "int3"), "format: expected one of bf16"),
         (("explain", "--kv", "1,x"), "--kv: expected integers"),
@@ -216,6 +227,46 @@ def test_mistakes_get_one_sentence_and_exit_2(capsys, argv, words):
     code, out, err = run(capsys, *argv)
     assert code == 2 and out == ""
     assert words in err and err.startswith(f"leanmla {argv[0]}: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("variable", "value"), [("LEANMLA_BACKEND", "zzz"), ("LEANMLA_CPU_THREADS", "x")])
+@pytest.mark.parametrize(
+    "argv", [("run", "--cases", "2x100"), ("bench", "--cases", "2x100"), ("explain",), ("check", "--kind", "plain")]
+)
+def test_a_wrong_setting_is_refused_by_name_before_the_work(capsys, tmp_path, monkeypatch, variable, value, argv):
+    if argv[0] == "check" and variable == "LEANMLA_BACKEND":
+        pytest.skip("check names its backends")
+    monkeypatch.setenv(variable, value)
+    file = tmp_path / "z.json"
+    code, out, err = run(capsys, *argv, "--device", "cpu", "--json", str(file))
+    assert code == 2 and out == "" and not file.exists()
+    assert err.startswith(f"leanmla {argv[0]}: {variable}: expected") and f"got '{value}'" in err and err.count("\n") == 1
+
+
+def test_a_setting_that_can_run_none_of_it_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("LEANMLA_BACKEND", "hopper")
+    code, out, err = run(capsys, "run", "--cases", "2x100", "--device", "cpu")
+    assert code == 2 and out == "" and "backend='hopper' cannot run this" in err
+
+
+def test_a_run_without_a_result_is_not_ok(capsys, tmp_path, monkeypatch):
+    def refuses(self, args, workspace):
+        raise BackendUnavailable("it does not like the weather.")
+
+    monkeypatch.setattr(ReferenceBackend, "run", refuses)
+    code, document, out = run_json(capsys, tmp_path, "run", "--backend", "reference", "--cases", "2x70", "--formats", "fp8")
+    assert code == 2 and not document["ok"]
+    assert "Left out, 1 case: reference fp8: it does not like the weather." in out and ".." not in out
+
+
+def test_a_case_that_does_not_fit_is_said_to_need_what_it_needs(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("leanmla.bench.measure.free_memory", lambda device: 1 << 30)
+    case = ("--cases", "300x9999999", "--formats", "bf16")
+    code, document, _ = run_json(capsys, tmp_path, "run", "--backend", "reference", *case)
+    assert code == 2 and not document["ok"]
+    gib = -(-9999999 // 64) * 64 * 1152 / 2**30
+    words = f"300 x 9999999 needs {300 * gib:,.1f} GiB for the cache, one sequence of it {gib:.1f} GiB, more than there is"
+    assert document["results"][0]["message"] == words and "3,218.7 GiB" in words
 
 
 def test_unknown_command_and_option(capsys):
@@ -326,6 +377,47 @@ def test_ctrl_c_for_real(tmp_path):
     assert "Traceback" not in err and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("started_as", ["module", "script", "library"])
+def test_ctrl_c_while_torch_is_imported(started_as, tmp_path):
+    """The earliest moment that is ours: nothing but a package's import has happened yet."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise KeyboardInterrupt")
+    script = tmp_path / "leanmla"
+    script.write_text("import sys\nfrom leanmla.__main__ import main\nsys.exit(main())\n")
+    argv = {"module": ["-m", "leanmla", "info"], "script": [str(script), "info"], "library": ["-c", "import leanmla"]}[
+        started_as
+    ]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=60, cwd=tmp_path / "torch",
+                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    if started_as == "library":
+        assert "KeyboardInterrupt" in done.stderr and done.returncode != 0  # whoever imports it decides
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_before_the_command_line_is_there(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("leanmla.cli.main", interrupted)
+    assert __main__.main() == 130
+
+
+def test_json_into_a_pipe_or_device_leaves_it_in_place(capsys, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert run(capsys, "explain", "--device", "cpu", "--quiet", "--json", str(pipe))[0] == 0
+    assert json.loads(reader.communicate(timeout=60)[0])["schema"] == "leanmla-explain/1"
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_json_that_cannot_be_written_in_the_end(capsys):
+    code, _, err = run(capsys, "explain", "--device", "cpu", "--quiet", "--json", "/dev/full")
+    assert code == 2 and err.startswith("leanmla explain: --json: /dev/full cannot be written") and err.count("\n") == 1
+
+
 def test_a_broken_pipe_is_silent():
     command = f"set -o pipefail; {sys.executable} -m leanmla info | head -1"
     done = subprocess.run(
@@ -366,6 +458,32 @@ def test_the_picture_shows_sequences_borders_and_idle_workers():
     assert bars[2] == "." * 72
     assert len(explain.draw(plan_splits([4096] * 99, num_workers=264))) == 1 + explain.PICTURE_ROWS
     assert explain.draw(plan_splits([0, 0], num_workers=2)) == ["(no keys at all)"]
+
+
+def test_explain_shows_the_schedule_that_the_cpu_backend_runs(capsys, tmp_path):
+    pytest.importorskip("numba")
+    argv = ("explain", "--device", "cpu", "--backend", "cpu", "--batch", "1", "--kv", "8192")
+    _, document, _ = run_json(capsys, tmp_path, *argv)
+    assert [i[2:] for i in document["schedule"]["items"]] == [[n * 2048, (n + 1) * 2048] for n in range(4)]  # one thread
+
+
+@pytest.mark.parametrize("device", ["h200", "cpu"])
+def test_explain_needs_no_packages_of_such_a_device(capsys, monkeypatch, device):
+    real = importlib.util.find_spec
+
+    def find_spec(name, *args):
+        if name in ("triton", "numba"):
+            return None
+        if name.startswith(("triton.", "numba.")):
+            raise ModuleNotFoundError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    code, out, err = run(capsys, "explain", "--device-like", device, "--backend", "hopper" if device == "h200" else "cpu")
+    assert code == 0, err
+    with override(KNOWN["h200"].info):
+        code, out, err = run(capsys, "explain")
+    assert code == 0 and "Triton" in out
 
 
 def test_support_table_does_not_depend_on_this_machine():
