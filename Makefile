@@ -49,6 +49,7 @@ $(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV) with the test tools (torch is large: the first time takes a few minutes)"
 	$(PIP) --editable '.[dev,plot,docs]'
 	$(PIP) triton || echo "triton has no wheel for this machine: its tests will be skipped"
+	$(PIP) flydsl || echo "flydsl has no wheel for this machine: its tests will be skipped"
 	@touch $@
 
 clean:

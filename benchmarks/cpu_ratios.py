@@ -192,7 +192,9 @@ def _result(case: tuple[int, int, int], times: dict[str, list[float]], errors: d
             row[f"ratio_least_{d}"] = least[name] / min(least[f"torch sdpa {d}"], least[f"torch bmm {d}"])
         if case == CASES[0]:
             row["targets"] = [
-                {"dtype": t.dtype, "ratio": t.ratio, "reached": row[f"ratio_{t.dtype}"] <= t.ratio} for t in TARGETS if t.path == name
+                {"dtype": t.dtype, "ratio": t.ratio, "reached": row[f"ratio_{t.dtype}"] <= t.ratio}
+                for t in TARGETS
+                if t.path == name
             ]
         rows.append(row)
     return {"batch": batch, "kv": kv, "heads": heads, "rows": rows, "times_ms": times}
@@ -206,7 +208,8 @@ def _table(result: dict):
         table.add_column(column, justify="left" if column in ("path", "target") else "right")
     for row in result["rows"]:
         verdicts = [
-            f"{'[green]pass' if t['reached'] else '[red]miss'}[/] {t['dtype']} <= {t['ratio']:.2f}" for t in row.get("targets", ())
+            f"{'[green]pass' if t['reached'] else '[red]miss'}[/] {t['dtype']} <= {t['ratio']:.2f}"
+            for t in row.get("targets", ())
         ]
         digits = 2 if row["median_ms"] < 100 else 0
         table.add_row(

@@ -36,4 +36,6 @@ out, lse = mla_decode(q, cache, table, sm_scale=576**-0.5, qo_indptr=qo_indptr, 
 exact, exact_lse = mla_decode_reference(q, cache, table, sm_scale=576**-0.5, qo_indptr=qo_indptr)
 print(f"{torch.cuda.get_device_name()}: {cache}")
 print(f"rows {q_lens.tolist()} over keys {kv_lens.tolist()}")
-print(f"error of out {float((out.double() - exact).norm() / exact.norm()):.1e}, of lse {float((lse - exact_lse).abs().max()):.1e}")
+print(
+    f"error of out {float((out.double() - exact).norm() / exact.norm()):.1e}, of lse {float((lse - exact_lse).abs().max()):.1e}"
+)

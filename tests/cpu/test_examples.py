@@ -21,9 +21,8 @@ def test_example_runs(path):
     assert done.stdout.strip() and not done.stderr.strip(), done.stderr
     errors = [float(e) for e in re.findall(r"error[^0-9\n]*(\d\.\de[-+]\d\d)", done.stdout)]
     assert all(e < 5e-3 for e in errors), done.stdout
-    if "gpu" in path.stem or "graph" in path.stem:
-        if not torch.cuda.is_available():
-            pytest.skip("needs a GPU that torch can use; without one the example says so")
+    if ("gpu" in path.stem or "graph" in path.stem) and not torch.cuda.is_available():
+        pytest.skip("needs a GPU that torch can use; without one the example says so")
 
 
 @pytest.mark.parametrize("module", ["leanmla.decode", "leanmla.cache", "leanmla.page_table"])
@@ -40,7 +39,7 @@ def test_every_public_name_has_a_docstring():
         if callable(thing):
             assert thing.__doc__ and len(thing.__doc__) > 20, name
             for member, value in vars(thing).items() if isinstance(thing, type) else ():
-                if not member.startswith("_") and callable(value) or isinstance(value, property | classmethod):
+                if (not member.startswith("_") and callable(value)) or isinstance(value, property | classmethod):
                     assert getattr(thing, member).__doc__ or getattr(value, "__doc__", None), f"{name}.{member}"
 
 

@@ -32,7 +32,15 @@ def i32(*values):
 
 
 def plan(**changes):
-    options = dict(num_heads=16, format="bf16", page_size=64, max_batch=4, max_kv_len=2048, max_q_len=2, device="cpu")
+    options = {
+        "num_heads": 16,
+        "format": "bf16",
+        "page_size": 64,
+        "max_batch": 4,
+        "max_kv_len": 2048,
+        "max_q_len": 2,
+        "device": "cpu",
+    }
     return DecodePlan(**{**options, **changes})
 
 
@@ -83,8 +91,8 @@ def test_a_plan_used_from_several_threads_is_right():
 
 def test_a_plans_key_capacities_are_kept():
     inputs = make_inputs(DecodeCase((700, 900)))
-    for changes, text in [(dict(max_kv_len=800), "max_kv_len: this plan holds 800 keys, the call has 900"),
-                          (dict(max_total_kv=1000), "max_total_kv: this plan holds 1000 keys, the call has 1600")]:  # fmt: skip
+    for changes, text in [({"max_kv_len": 800}, "max_kv_len: this plan holds 800 keys, the call has 900"),
+                          ({"max_total_kv": 1000}, "max_total_kv: this plan holds 1000 keys, the call has 1600")]:  # fmt: skip
         with pytest.raises(CapacityExceeded, match=text):
             plan(**changes).run(inputs.q, inputs.cache, inputs.table, **inputs.options)
     with pytest.raises(CapacityExceeded, match="max_total_q: this plan holds 1, the call needs 2"):
@@ -221,19 +229,19 @@ def test_a_last_dim_of_one_has_no_stride():
 # -- values and types that are not what they should be ---------------------------------------------------------------------------
 
 ARGUMENTS = [
-    (dict(sm_scale=np.array([0.1, 0.2])), InvalidArgument, "sm_scale: expected a finite number"),
-    (dict(sm_scale=10**400), InvalidArgument, "sm_scale"),
-    (dict(sm_scale=np.complex64(1)), InvalidArgument, "sm_scale"),
-    (dict(sm_scale=1e300), InvalidArgument, "sm_scale"),
-    (dict(sm_scale=True), InvalidArgument, "sm_scale"),
-    (dict(sm_scale="0.1"), InvalidArgument, "sm_scale"),
-    (dict(logit_cap=1e300), InvalidArgument, "logit_cap"),
-    (dict(logit_cap=math.nan), InvalidArgument, "logit_cap"),
-    (dict(causal="no"), InvalidArgument, "causal: expected True or False, got 'no'"),
-    (dict(backend=[]), InvalidArgument, "backend: expected"),
-    (dict(num_kv_splits=20000), InvalidArgument, "num_kv_splits: expected at most 4096, got 20000"),
-    (dict(num_kv_splits=2**70), InvalidArgument, "num_kv_splits"),
-    (dict(split_size=2**70), InvalidArgument, "split_size"),
+    ({"sm_scale": np.array([0.1, 0.2])}, InvalidArgument, "sm_scale: expected a finite number"),
+    ({"sm_scale": 10**400}, InvalidArgument, "sm_scale"),
+    ({"sm_scale": np.complex64(1)}, InvalidArgument, "sm_scale"),
+    ({"sm_scale": 1e300}, InvalidArgument, "sm_scale"),
+    ({"sm_scale": True}, InvalidArgument, "sm_scale"),
+    ({"sm_scale": "0.1"}, InvalidArgument, "sm_scale"),
+    ({"logit_cap": 1e300}, InvalidArgument, "logit_cap"),
+    ({"logit_cap": math.nan}, InvalidArgument, "logit_cap"),
+    ({"causal": "no"}, InvalidArgument, "causal: expected True or False, got 'no'"),
+    ({"backend": []}, InvalidArgument, "backend: expected"),
+    ({"num_kv_splits": 20000}, InvalidArgument, "num_kv_splits: expected at most 4096, got 20000"),
+    ({"num_kv_splits": 2**70}, InvalidArgument, "num_kv_splits"),
+    ({"split_size": 2**70}, InvalidArgument, "split_size"),
 ]
 
 

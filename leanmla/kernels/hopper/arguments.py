@@ -27,6 +27,7 @@ def tensors(args: DecodeArgs, launch: HopperLaunch, workspace) -> dict[str, obje
     """Run-time arguments of a decode kernel, except the cache itself."""
     table, q, out = args.table, args.q, args.out
     lens = table.cache_seqlens if table.kind == "block_table" else table.kv_indptr
+    assert lens is not None  # every kind of table has one of the two
     last = table.kv_last_page_len if table.kv_last_page_len is not None else lens
     ids = table.page_ids if table.page_ids is not None else lens
     lse = args.lse

@@ -34,9 +34,9 @@ def _places(pages, first_id, token, kv_len, BOX: gl.constexpr):
     if BOX == 64:
         places = (_place(pages, first_id, token, kv_len, BOX),)
     elif BOX == 32:
-        places = (_place(pages, first_id, token, kv_len, BOX), _place(pages, first_id, token + 32, kv_len, BOX))
+        places = (_place(pages, first_id, token, kv_len, BOX), _place(pages, first_id, token + 32, kv_len, BOX))  # type: ignore[assignment]
     else:
-        places = (
+        places = (  # type: ignore[assignment]
             _place(pages, first_id, token, kv_len, BOX),
             _place(pages, first_id, token + 16, kv_len, BOX),
             _place(pages, first_id, token + 32, kv_len, BOX),
