@@ -297,7 +297,6 @@ class DecodePlan:
     def __repr__(self) -> str:
         return f"DecodePlan({self.capacity}, backend={self.backend.name!r}, device={str(self.device)!r})"
 
-    @torch.compiler.disable
     @torch.no_grad()
     def run(
         self,
@@ -328,7 +327,6 @@ class DecodePlan:
                 self.backend.run(args, self._workspace)
         return args.out if args.lse is None else (args.out, args.lse)
 
-    @torch.compiler.disable
     @torch.no_grad()
     def capture(
         self,
@@ -428,6 +426,12 @@ class DecodePlan:
             out = self._out[:rows].view(p.total_q, p.num_heads, DIMS.v_head_dim)
         lse = self._lse[:rows].view(p.total_q, p.num_heads) if return_lse else None
         return dataclasses.replace(args, out=out, lse=lse)
+
+
+# torch.compile breaks its graph around these two instead of tracing them. The attribute is what torch.compiler.disable sets;
+# that function would import torch._dynamo, 1.5 s of every `import leanmla`.
+for _method in (DecodePlan.run, DecodePlan.capture):
+    _method._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _device_info(dev: torch.device) -> device.DeviceInfo:
