@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..device import DeviceInfo
 from ..problem import DecodeProblem
 
-__all__ = ["CombineConfig", "TritonConfig", "combine_config", "decode_config"]
+__all__ = ["CombineConfig", "TritonConfig", "candidates", "combine_config", "decode_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class TritonConfig:
     num_warps: int
     num_stages: int  #: shared-memory buffers of the bf16 pipeline; decoded formats pipeline through registers
     blocks_per_sm: int  #: programs resident on one multiprocessor
+    swapped: bool  #: keys on the M side of the matrix instructions (wgmma), else query rows (mma.sync, MFMA)
     reason: str
 
     def num_workers(self, device: DeviceInfo) -> int:
@@ -49,27 +50,65 @@ def _rows(rows: int, largest: int) -> int:
 
 
 def decode_config(problem: DecodeProblem, device: DeviceInfo) -> TritonConfig:
-    """Block sizes for a problem on a device."""
+    """Block sizes for a problem on a device: the first of :func:`candidates`."""
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]:
+    """Block sizes worth trying, the default first; ``leanmla.kernels.triton.tune`` times them.
+
+    H200, Triton 3.6.0, 16 heads, q_len 1, page 64, us at (batch 256, kv 8192) / (64, 8192) / (32, 1024):
+
+    ============== ============================================= =====================
+    format         rows x keys, warps, stages, blocks a SM       us
+    ============== ============================================= =====================
+    bf16           16 x 64, 4, 1, 2 (default)                    720 / 197 / 42
+    bf16           16 x 64, 4, 2, 1                              845 / 221 / 31
+    bf16           16 x 32, 4, 2, 2                              762 / 210 / 28
+    bf16           16 x 32, 4, 3, 2                              772 / 214 / 29
+    bf16           16 x 128, 8, 1, 1                             973 / 267 / 29
+    fp8            16 x 64, 4, 1, 2 (default)                    623 / 184 / 26
+    fp8            16 x 128, 8, 1, 1                             712 / 198 / 26
+    fp8            16 x 32, 4, 1, 3                              926 / 266 / 39
+    mxfp4          16 x 64, 4, 1, 2 (default)                    650 / 173 / 25
+    mxfp4          16 x 128, 8, 1, 1                             670 / 180 / 24
+    mxfp4          16 x 64, 8, 1, 1                              896 / 229 / 28
+    fp8_tile128    16 x 128, 8, 1, 1 (default)                   1079 / 305 / 34
+    fp8_tile128    16 x 64, 8, 1, 1                              1994 / 526 / 55
+    ============== ============================================= =====================
+    """
     total = max(1, problem.num_heads * problem.max_q_len)
-    if device.kind == "cuda" and device.sm >= 90:
-        if problem.format == "bf16":
-            rows = _rows(total, 64)
-            if rows == 16:
-                return _config(total, 16, 64, 4, 1, 2, "wgmma; two blocks a multiprocessor load and compute in turns")
-            return _config(total, rows, 32, 8, 2, 1, "wgmma; 32 keys a tile leave room for the queries")
-        # tile128 scales each partial sum: more registers, so fewer rows.
-        rows = _rows(total, 32 if problem.format == "fp8_tile128" else 64)
-        warps = 4 if rows == 16 and problem.format != "fp8_tile128" else 8
-        return _config(
-            total, rows, 64, warps, 1, 2 if warps == 4 else 1,
-            "wgmma; one decoded tile in shared memory, the next one's bytes wait in registers",
-        )  # fmt: skip
-    rows = _rows(total, 32)
-    return _config(total, rows, 32, 4, 2 if problem.format == "bf16" else 1, 2, "mma.sync / MFMA")
+    bf16 = problem.format == "bf16"
+
+    def config(rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str, swapped: bool = True) -> TritonConfig:
+        return _config(total, rows, block_kv, warps, stages, per_sm, reason, swapped)
+
+    if device.kind != "cuda" or device.sm < 90:
+        # 16 rows only: with 32 the register file of a wave or warp overflows (spills seen for sm_80, gfx942 and gfx950).
+        return [config(16, 32, 4, 2 if bf16 else 1, 2, "mma.sync / MFMA", swapped=False)]
+    # tile128 scales each partial sum: more registers, so fewer rows.
+    rows = _rows(total, 32 if problem.format == "fp8_tile128" else 64)
+    unswapped = config(16, 32, 4, 2 if bf16 else 1, 3 if bf16 else 2, "mma.sync, no operand padded, no fences", swapped=False)
+    if bf16:
+        if rows == 16:
+            return [
+                config(16, 64, 4, 1, 2, "wgmma; two blocks a multiprocessor load and compute in turns"),
+                config(16, 32, 4, 2, 2, "wgmma for PV; smaller tiles"),
+                unswapped,
+            ]
+        return [config(rows, 32, 8, 2, 1, "wgmma; 32 keys a tile leave room for the queries"), unswapped]
+    held = "wgmma; one decoded tile in shared memory, the next one's bytes wait in registers"
+    if problem.format == "fp8_tile128":
+        first = config(16, 128, 8, 1, 1, held) if rows == 16 else config(rows, 64, 8, 1, 1, held)
+    else:
+        first = config(16, 64, 4, 1, 2, held) if rows == 16 else config(rows, 64, 8, 1, 1, held)
+    return [first, unswapped]
 
 
-def _config(total: int, rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str) -> TritonConfig:
-    return TritonConfig(rows, -(-total // rows), block_kv, warps, stages, per_sm, reason)
+def _config(
+    total: int, rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str, swapped: bool = True
+) -> TritonConfig:
+    return TritonConfig(rows, -(-total // rows), block_kv, warps, stages, per_sm, swapped, reason)
 
 
 def combine_config(problem: DecodeProblem, device: DeviceInfo) -> CombineConfig:

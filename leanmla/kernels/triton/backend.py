@@ -15,7 +15,7 @@ from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
 from ...split_plan import CHUNK_CANDIDATES
 from ..launch_configs import TritonConfig, combine_config, decode_config
 
-__all__ = ["BACKEND", "INLINE_BATCH", "TritonBackend", "Workspace", "decode_constants", "max_items"]
+__all__ = ["BACKEND", "INLINE_BATCH", "TritonBackend", "Workspace", "combine_constants", "compile_options", "decode_constants", "max_items"]
 
 #: Batches up to this size are planned inside the decode kernel, larger ones by a launch of their own.
 INLINE_BATCH = 256
@@ -106,10 +106,36 @@ def decode_constants(
         "FIXED_SIZE": problem.split_size is not None,
         "BATCH_POW2": max(16, 1 << max(0, problem.batch - 1).bit_length()) if _plan_kind(problem) == "inline" else 16,
         "GRANULARITY": config.block_kv,
+        "SWAPPED": config.swapped,
         "PTX": device.kind == "cuda",
         "NUM_WARPS": config.num_warps,
         "NUM_STAGES": config.num_stages,
     }
+
+
+def combine_constants(problem: DecodeProblem, config: TritonConfig, device: DeviceInfo) -> dict:
+    """The combine kernel's compile-time arguments for a problem."""
+    merge = combine_config(problem, device)
+    return {
+        "H": problem.num_heads,
+        "R": config.rows,
+        "ROW_TILES": config.row_tiles,
+        "RAGGED_Q": problem.ragged_q,
+        "WRITE_LSE": problem.return_lse,
+        "PLAN": _plan_kind(problem),
+        "PARTS": merge.parts,
+        "COLS": merge.cols,
+        "PDL": _overlaps(device),
+    }
+
+
+def compile_options(device: DeviceInfo) -> dict:
+    """Options for the device's assembler."""
+    return {"ptx_options": _PTXAS} if device.kind == "cuda" else {}
+
+
+def _overlaps(device: DeviceInfo) -> bool:
+    return _OVERLAP_COMBINE and device.sm >= 90
 
 
 def _strides(name: str, tensor: torch.Tensor, unit_bytes: int) -> tuple[int, int, bool]:
@@ -142,8 +168,13 @@ class TritonBackend:
                 return f"needs gfx942 or gfx950, this GPU is {device.arch}"
         else:
             return "needs a GPU"
+        # The device planner counts in 32 bits; see plan.py. A block has at least 32 keys.
         if problem.max_kv_len >= 1 << 27:
             return f"plans sequences below {1 << 27} keys, the tables allow {problem.max_kv_len}"
+        if problem.total_kv >= 1 << 35:
+            return f"plans batches below {1 << 35} keys, the tables allow {problem.total_kv}"
+        if (problem.num_kv_splits or 1) >= 1 << 15:
+            return f"plans fewer than {1 << 15} splits a sequence, asked for {problem.num_kv_splits}"
         return None
 
     def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
@@ -218,8 +249,7 @@ def launch(args: DecodeArgs, ws: Workspace, config: TritonConfig, device: Device
     )
     nothing = ws.num_items  # stands where a table kind has no such tensor
     plan = constants["PLAN"]
-    options = {"ptx_options": _PTXAS} if device.kind == "cuda" else {}
-    overlap = _OVERLAP_COMBINE and device.sm >= 90
+    options = compile_options(device)
     table_pointers = (
         table.kv_indptr if table.kv_indptr is not None else nothing,
         table.kv_last_page_len if table.kv_last_page_len is not None else nothing,
@@ -243,7 +273,7 @@ def launch(args: DecodeArgs, ws: Workspace, config: TritonConfig, device: Device
         problem.batch, num_workers, problem.num_kv_splits or 1, split_size, q_len, args.sm_scale, problem.logit_cap,
         args.q.stride(0), args.q.stride(1), args.out.stride(0), args.out.stride(1), stride_lse,
         stride_page, scale_page,
-        table.page_ids.stride(0) if table.kind == "block_table" else 0,
+        table.page_ids.stride(0) if table.kind == "block_table" and table.page_ids is not None else 0,
         **constants, num_warps=config.num_warps, num_stages=1, **options,
     )  # fmt: skip
     if problem.num_kv_splits == 1:
@@ -254,9 +284,8 @@ def launch(args: DecodeArgs, ws: Workspace, config: TritonConfig, device: Device
         args.out, lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first,
         args.qo_indptr if args.qo_indptr is not None else nothing,
         problem.batch, problem.num_kv_splits or 1, q_len, args.out.stride(0), args.out.stride(1), stride_lse, row_groups,
-        H=problem.num_heads, R=config.rows, ROW_TILES=config.row_tiles, RAGGED_Q=problem.ragged_q,
-        WRITE_LSE=problem.return_lse, PLAN=plan, PARTS=merge.parts, COLS=merge.cols, PDL=overlap, num_warps=merge.num_warps,
-        **({"launch_pdl": True} if overlap else {}),
+        **combine_constants(problem, config, device), num_warps=merge.num_warps,
+        **({"launch_pdl": True} if _overlaps(device) else {}),
     )  # fmt: skip
 
 

@@ -87,7 +87,6 @@ def combine_kernel(
     token = (q_first + row // H).to(tl.int64)
     head = (row % H).to(tl.int64)
     tl.store(out_ptr + token * stride_out_token + head * stride_out_head + d, o.to(out_ptr.dtype.element_ty))
-    if WRITE_LSE:
-        if column == 0:
-            value = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) / LOG2E, float("-inf"))
-            tl.store(lse_ptr + token * stride_lse_token + head, value)
+    if WRITE_LSE and column == 0:
+        value = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) / LOG2E, float("-inf"))
+        tl.store(lse_ptr + token * stride_lse_token + head, value)

@@ -25,6 +25,7 @@ Keys past a range's end are hidden by selecting -inf, never by multiplying, and 
 or a repetition of the last key. Page-table slots past the last key are not read.
 """
 
+# mypy: ignore-errors
 import triton
 import triton.language as tl
 
@@ -91,6 +92,30 @@ def load_tile(
 
 
 @triton.jit
+def by_key(v, SWAPPED: tl.constexpr):
+    """A vector over keys, to be combined with S."""
+    return tl.expand_dims(v, 1 if SWAPPED else 0)
+
+
+@triton.jit
+def by_row(v, SWAPPED: tl.constexpr):
+    """A vector over query rows, to be combined with S or O."""
+    return tl.expand_dims(v, 0 if SWAPPED else 1)
+
+
+@triton.jit
+def zero_outputs(R: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr):
+    """PARTS accumulators of 512 / PARTS dimensions each."""
+    accs = ()
+    for _ in tl.static_range(PARTS):
+        if SWAPPED:
+            accs = accs + (tl.zeros([512 // PARTS, R], tl.float32),)
+        else:
+            accs = accs + (tl.zeros([R, 512 // PARTS], tl.float32),)
+    return accs
+
+
+@triton.jit
 def split2(x):
     """[m, n] -> columns with even and odd index."""
     return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
@@ -116,15 +141,6 @@ def chunks4(x):
 
 
 @triton.jit
-def transposed(xs):
-    """Each of a tuple transposed."""
-    ys = ()
-    for j in tl.static_range(len(xs)):
-        ys = ys + (tl.trans(xs[j]),)
-    return ys
-
-
-@triton.jit
 def zeroed(xs):
     """Zeros like each of a tuple."""
     ys = ()
@@ -134,57 +150,95 @@ def zeroed(xs):
 
 
 @triton.jit
-def query_operands(nope, rope, FORMAT: tl.constexpr):
-    """[R, 512] and [R, 64] -> (latent, rope) operands, transposed and split along d as ``formats.decode`` splits keys."""
+def as_operands(xs, SWAPPED: tl.constexpr):
+    """Query rows as the second operand (transposed) or the first."""
+    ys = ()
+    for j in tl.static_range(len(xs)):
+        ys = ys + (tl.trans(xs[j]) if SWAPPED else xs[j],)
+    return ys
+
+
+@triton.jit
+def query_operands(nope, rope, FORMAT: tl.constexpr, SWAPPED: tl.constexpr):
+    """[R, 512] and [R, 64] -> (latent, rope) operands as tuples, split along d as ``formats.decode`` splits keys."""
     if FORMAT == "mxfp4":
-        return transposed(split4(nope)), transposed(split4(rope))
+        latent = split4(nope)
+        ropes = split4(rope)
     elif FORMAT == "fp8":
-        return transposed(split2(nope)), transposed(split2(rope))
+        latent = split2(nope)
+        ropes = split2(rope)
     elif FORMAT == "fp8_tile128":
         c0, c1, c2, c3 = chunks4(nope)
-        return transposed(split2(c0) + split2(c1) + split2(c2) + split2(c3)), (tl.trans(rope),)
+        latent = split2(c0) + split2(c1) + split2(c2) + split2(c3)
+        ropes = (rope,)
     else:
-        return (tl.trans(nope),), (tl.trans(rope),)
+        latent = (nope,)
+        ropes = (rope,)
+    return as_operands(latent, SWAPPED), as_operands(ropes, SWAPPED)
 
 
 @triton.jit
-def dot_all(s, ks, qs):
+def dot_keys(k, q, s, SWAPPED: tl.constexpr):
+    """s + K Q^T, or its transpose."""
+    if SWAPPED:
+        return tl.dot(k, q, s)
+    else:
+        return tl.dot(q, tl.trans(k), s)
+
+
+@triton.jit
+def dot_all(s, ks, qs, SWAPPED: tl.constexpr):
     """s + the sum of the products of two tuples of operands."""
     for j in tl.static_range(len(ks)):
-        s = tl.dot(ks[j], qs[j], s)
+        s = dot_keys(ks[j], qs[j], s, SWAPPED)
     return s
 
 
 @triton.jit
-def dot_tiles(ks, qs, scales):
-    """tile128: latent logits. Operands 2t and 2t+1 are tile t, whose sum takes its scale."""
-    s = tl.dot(ks[1], qs[1], tl.dot(ks[0], qs[0])) * scales[0][:, None]
-    s += tl.dot(ks[3], qs[3], tl.dot(ks[2], qs[2])) * scales[1][:, None]
-    s += tl.dot(ks[5], qs[5], tl.dot(ks[4], qs[4])) * scales[2][:, None]
-    s += tl.dot(ks[7], qs[7], tl.dot(ks[6], qs[6])) * scales[3][:, None]
+def logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, zero, FORMAT: tl.constexpr, SPLIT_Q: tl.constexpr, SWAPPED: tl.constexpr):
+    """S, to be multiplied by ``factor``."""
+    if FORMAT == "fp8_tile128":
+        # Operands 2t and 2t + 1 are tile t, whose sum takes its scale.
+        s = dot_keys(k[1], q[1], dot_keys(k[0], q[0], zero, SWAPPED), SWAPPED) * by_key(scales[0], SWAPPED)
+        for t in tl.static_range(1, 4):
+            part = dot_keys(k[2 * t + 1], q[2 * t + 1], dot_keys(k[2 * t], q[2 * t], zero, SWAPPED), SWAPPED)
+            s += part * by_key(scales[t], SWAPPED)
+        s = s * by_row(latent_factor, SWAPPED)
+    else:
+        s = dot_all(zero, k, q, SWAPPED)
+        if SPLIT_Q:
+            s = dot_all(s, k, q_lo, SWAPPED)
+    s = dot_all(s, r, qr, SWAPPED)
+    if SPLIT_Q:
+        s = dot_all(s, r, qr_lo, SWAPPED)
     return s
 
 
 @triton.jit
-def soft_weights(s, m, n, bound, factor, cap, lift, CAPPED: tl.constexpr, LIFTED: tl.constexpr):
-    """Logits to weights against a running reference: (P * 2**P_SHIFT [BN, R], factor for old sums [R], new reference [R]).
+def soft_weights(
+    s, m, n, bound, factor, cap, lift, BN: tl.constexpr, CAPPED: tl.constexpr, LIFTED: tl.constexpr, SWAPPED: tl.constexpr
+):
+    """Logits to weights against a running reference: (P * 2**P_SHIFT, factor for old sums [R], new reference [R]).
 
     The reference is the largest logit, or with LIFTED the largest logit + lift, lift [BN] being log2 of what the weights of
     a key are multiplied with later.
     """
-    x = s * factor[None, :]
+    x = s * by_row(factor, SWAPPED)
     if CAPPED:
-        # cap * tanh(x / cap) in base 2: tanh(y) = 1 - 2 / (exp(2 y) + 1), right at both infinities.
-        x = (cap * LOG2E) * (1.0 - 2.0 / (tl.exp2(x * (2.0 / cap)) + 1.0))
-    key = n + tl.arange(0, s.shape[0])
-    x = tl.where(key[:, None] < bound[None, :], x, float("-inf"))
+        # cap * tanh(y), y = x / cap in natural units. tanh(y) = 1 - 2 / (exp(2 y) + 1) is right at both infinities but
+        # cancels near 0, where a series takes over: a large cap must change nothing. Both are good to 4e-7.
+        y = x * (1.0 / (cap * LOG2E))
+        y2 = y * y
+        series = y * (1.0 + y2 * (-0.33333334 + y2 * (0.13333334 - y2 * 0.053968254)))
+        x = (cap * LOG2E) * tl.where(tl.abs(y) < 0.2, series, 1.0 - 2.0 / (tl.exp2(y * (2.0 * LOG2E)) + 1.0))
+    x = tl.where(by_key(n + tl.arange(0, BN), SWAPPED) < by_row(bound, SWAPPED), x, float("-inf"))
     if LIFTED:
-        top = tl.maximum(m, tl.max(x + lift[:, None], 0))
+        top = tl.maximum(m, tl.max(x + by_key(lift, SWAPPED), 0 if SWAPPED else 1))
     else:
-        top = tl.maximum(m, tl.max(x, 0))
+        top = tl.maximum(m, tl.max(x, 0 if SWAPPED else 1))
     # A row that has seen nothing yet: -inf - 0 keeps its weights 0, -inf - -inf would be NaN.
     reference = tl.where(top == float("-inf"), 0.0, top)
-    return tl.exp2(x - (reference - P_SHIFT)[None, :]), tl.exp2(m - reference), top
+    return tl.exp2(x - by_row(reference - P_SHIFT, SWAPPED)), tl.exp2(m - reference), top
 
 
 @triton.jit
@@ -195,54 +249,52 @@ def log2_of_largest(scales):
 
 
 @triton.jit
-def accumulate(accs, ks, p, alpha, scales, FORMAT: tl.constexpr):
-    """acc * alpha + V^T P^T for each part of d."""
+def accumulate(accs, ks, p, alpha, scales, FORMAT: tl.constexpr, SWAPPED: tl.constexpr):
+    """O * alpha + P V for each part of d."""
     new = ()
     for j in tl.static_range(len(ks)):
         if FORMAT == "fp8_tile128":
             # A key that a row does not see has weight 0, also if its scale is not finite.
-            weights = tl.where(p == 0.0, 0.0, p * scales[j // 2][:, None]).to(ks[j].dtype)
+            weights = tl.where(p == 0.0, 0.0, p * by_key(scales[j // 2], SWAPPED)).to(ks[j].dtype)
         else:
             weights = p.to(ks[j].dtype)
-        new = new + (tl.dot(tl.trans(ks[j]), weights, accs[j] * alpha[None, :]),)
+        if SWAPPED:
+            new = new + (tl.dot(tl.trans(ks[j]), weights, accs[j] * alpha[None, :]),)
+        else:
+            new = new + (tl.dot(weights, ks[j], accs[j] * alpha[:, None]),)
     return new
 
 
 @triton.jit
-def interleave2(even, odd):
-    """[n, R] twice -> [2n, R] with rows in turns."""
-    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), [2 * even.shape[0], even.shape[1]])
+def interleave2(even, odd, SWAPPED: tl.constexpr):
+    """Two parts with their d in turns: [n, R] twice -> [2n, R], or [R, n] twice -> [R, 2n]."""
+    if SWAPPED:
+        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), [2 * even.shape[0], even.shape[1]])
+    else:
+        return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
 
 
 @triton.jit
-def in_order(accs, R: tl.constexpr, FORMAT: tl.constexpr):
-    """Parts of d back in order: [512, R]."""
-    if FORMAT == "mxfp4":
-        x = tl.join(tl.join(accs[0], accs[1]), tl.join(accs[2], accs[3]))  # [128, R, d % 2, d // 2 % 2]
-        return tl.reshape(tl.permute(x, (0, 3, 2, 1)), [512, R])
-    elif FORMAT == "fp8":
-        return interleave2(accs[0], accs[1])
-    elif FORMAT == "fp8_tile128":
-        low = tl.join(interleave2(accs[0], accs[1]), interleave2(accs[2], accs[3]))
-        high = tl.join(interleave2(accs[4], accs[5]), interleave2(accs[6], accs[7]))
-        return tl.reshape(tl.permute(tl.join(low, high), (3, 2, 0, 1)), [512, R])  # [128, R, tile % 2, tile // 2]
-    else:
+def in_order(accs, R: tl.constexpr, FORMAT: tl.constexpr, SWAPPED: tl.constexpr):
+    """Parts of d back in order: [512, R] or [R, 512]."""
+    if FORMAT == "bf16":
         return accs[0]
-
-
-@triton.jit
-def logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, FORMAT: tl.constexpr, SPLIT_Q: tl.constexpr):
-    """S^T [keys, R], to be multiplied by ``factor``."""
-    if FORMAT == "fp8_tile128":
-        s = dot_tiles(k, q, scales) * latent_factor[None, :]
+    elif FORMAT == "fp8":
+        return interleave2(accs[0], accs[1], SWAPPED)
+    elif FORMAT == "mxfp4":
+        x = tl.join(tl.join(accs[0], accs[1]), tl.join(accs[2], accs[3]))  # [.., .., d % 2, d // 2 % 2]
+        if SWAPPED:
+            return tl.reshape(tl.permute(x, (0, 3, 2, 1)), [512, R])
+        else:
+            return tl.reshape(tl.permute(x, (0, 1, 3, 2)), [R, 512])
     else:
-        s = dot_all(tl.zeros([k[0].shape[0], q[0].shape[1]], tl.float32), k, q)
-        if SPLIT_Q:
-            s = dot_all(s, k, q_lo)
-    s = dot_all(s, r, qr)
-    if SPLIT_Q:
-        s = dot_all(s, r, qr_lo)
-    return s
+        low = tl.join(interleave2(accs[0], accs[1], SWAPPED), interleave2(accs[2], accs[3], SWAPPED))
+        high = tl.join(interleave2(accs[4], accs[5], SWAPPED), interleave2(accs[6], accs[7], SWAPPED))
+        x = tl.join(low, high)  # [.., .., tile % 2, tile // 2]
+        if SWAPPED:
+            return tl.reshape(tl.permute(x, (3, 2, 0, 1)), [512, R])
+        else:
+            return tl.reshape(tl.permute(x, (0, 3, 2, 1)), [R, 512])
 
 
 @triton.jit
@@ -251,6 +303,7 @@ def careful_pass(
     q, qr, q_lo, qr_lo,
     FORMAT: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     CAPPED: tl.constexpr, SPLIT_Q: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_SCALE: tl.constexpr, PTX: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """A range once more, with values that are not finite hidden from the rows that do not see their key.
 
@@ -260,9 +313,7 @@ def careful_pass(
     TILED: tl.constexpr = FORMAT == "fp8_tile128"
     m = tl.full([R], float("-inf"), tl.float32)
     l = tl.zeros([R], tl.float32)
-    accs = ()
-    for _ in tl.static_range(PARTS):
-        accs = accs + (tl.zeros([512 // PARTS, R], tl.float32),)
+    accs = zero_outputs(R, PARTS, SWAPPED)
     for n in tl.range(start, end, BS, num_stages=1):
         if FORMAT == "bf16":
             base, at = token_rows(n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BS, TABLE, PAGE_SIZE, False)
@@ -279,14 +330,15 @@ def careful_pass(
         lift = 0.0
         if TILED:
             lift = log2_of_largest(scales)
-        s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, FORMAT, SPLIT_Q)
-        p, alpha, m = soft_weights(s, m, n, bound, factor, cap, lift, CAPPED, TILED)
-        l = l * alpha + tl.sum(p, 0)
+        zero = tl.zeros([BS, R] if SWAPPED else [R, BS], tl.float32)
+        s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, zero, FORMAT, SPLIT_Q, SWAPPED)
+        p, alpha, m = soft_weights(s, m, n, bound, factor, cap, lift, BS, CAPPED, TILED, SWAPPED)
+        l = l * alpha + tl.sum(p, 0 if SWAPPED else 1)
         # Rows that see such a key already have NaN (or infinite) weights from its logit.
         v = ()
         for j in tl.static_range(PARTS):
             v = v + (tl.where(tl.abs(k[j].to(tl.float32)) < float("inf"), k[j], tl.zeros_like(k[j])),)
-        accs = accumulate(accs, v, p, alpha, scales, FORMAT)
+        accs = accumulate(accs, v, p, alpha, scales, FORMAT, SWAPPED)
     return accs, m, l
 
 
@@ -354,6 +406,7 @@ def decode_kernel(
     FIXED_SIZE: tl.constexpr,
     BATCH_POW2: tl.constexpr,
     GRANULARITY: tl.constexpr,
+    SWAPPED: tl.constexpr,  # keys on the M side
     PTX: tl.constexpr,  # NVIDIA: packed bf16 arithmetic by inline PTX
     NUM_WARPS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -380,10 +433,9 @@ def decode_kernel(
         split = unit - tl.load(first_ptr + b, mask=exists, other=0)
     if b >= batch:
         return
-    if PLAN == "inline":
-        if (split == 0) & (tile == 0):
-            tl.store(splits_ptr + b, n_splits)
-            tl.store(first_ptr + b, unit)
+    if PLAN == "inline" and (split == 0) & (tile == 0):
+        tl.store(splits_ptr + b, n_splits)
+        tl.store(first_ptr + b, unit)
 
     # -- its query rows and keys
     if RAGGED_Q:
@@ -410,9 +462,7 @@ def decode_kernel(
     m = tl.full([R], float("-inf"), tl.float32)
     l = tl.zeros([R], tl.float32)
     PARTS: tl.constexpr = 1 if FORMAT == "bf16" else (2 if FORMAT == "fp8" else (4 if FORMAT == "mxfp4" else 8))
-    accs = ()
-    for _ in tl.static_range(PARTS):
-        accs = accs + (tl.zeros([512 // PARTS, R], tl.float32),)
+    accs = zero_outputs(R, PARTS, SWAPPED)
     value_factor = 1.0
     if start < end:
         # -- queries, as operands of the keys' types
@@ -441,12 +491,12 @@ def decode_kernel(
         else:
             hi = nope.to(tl.bfloat16)
             rope_hi = rope.to(tl.bfloat16)
-        q, qr = query_operands(hi, rope_hi, FORMAT)
+        q, qr = query_operands(hi, rope_hi, FORMAT, SWAPPED)
         q_lo, qr_lo = q, qr
         if SPLIT_Q:
             lo = (nope.to(tl.float32) - hi.to(tl.float32)).to(hi.dtype)
             rope_lo = (rope.to(tl.float32) - rope_hi.to(tl.float32)).to(tl.bfloat16)
-            q_lo, qr_lo = query_operands(lo, rope_lo, FORMAT)
+            q_lo, qr_lo = query_operands(lo, rope_lo, FORMAT, SWAPPED)
 
         # -- keys
         pages_ptr = page_ids_ptr
@@ -457,7 +507,8 @@ def decode_kernel(
             pages_ptr = page_ids_ptr + b.to(tl.int64) * stride_table
         else:
             first_slot = tl.load(kv_indptr_ptr + b).to(tl.int64)
-        sums = tl.zeros([BN, R], tl.float32)  # of P, per lane; one exchange at the end
+        zero = tl.zeros([BN, R] if SWAPPED else [R, BN], tl.float32)
+        sums = zero  # of P, per lane; one exchange at the end
         if FORMAT == "bf16":
             acc = accs[0]
             for n in tl.range(start, end, BN, num_stages=NUM_STAGES):
@@ -465,20 +516,26 @@ def decode_kernel(
                     n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE
                 )
                 k_ptr = data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :]
-                # The rope part as words, so that it becomes a register operand (see below).
-                r_ptr = (data_ptr + base).to(tl.pointer_type(tl.int32)) + (at // 2)[:, None] + (256 + tl.arange(0, 32))[None, :]
+                if SWAPPED:
+                    # The rope part as words, so that it becomes a register operand (see below).
+                    r_ptr = (data_ptr + base).to(tl.pointer_type(tl.int32)) + (at // 2)[:, None] + (256 + tl.arange(0, 32))[None, :]
+                else:
+                    r_ptr = data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :]
                 if TILE_IN_PAGE:
                     # The rest of the page is not ours; asynchronous copies fill with zeros at no cost.
                     keep = (n + tl.arange(0, BN) < end)[:, None]
-                    k = tl.load(k_ptr, mask=keep, other=0.0)
-                    r = half_words(tl.load(r_ptr, mask=keep, other=0), tl.bfloat16)
+                    k = tl.load(k_ptr, mask=keep, other=0)
+                    r = tl.load(r_ptr, mask=keep, other=0)
                 else:
                     k = tl.load(k_ptr)
-                    r = half_words(tl.load(r_ptr), tl.bfloat16)
-                s = logits((k,), (r,), q, qr, q_lo, qr_lo, (), latent_factor, FORMAT, SPLIT_Q)
-                p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, 0.0, CAPPED, False)
-                sums = sums * alpha[None, :] + p
-                acc = tl.dot(tl.trans(k), p.to(tl.bfloat16), acc * alpha[None, :])
+                    r = tl.load(r_ptr)
+                if SWAPPED:
+                    r = half_words(r, tl.bfloat16)
+                s = logits((k,), (r,), q, qr, q_lo, qr_lo, (), latent_factor, zero, FORMAT, SPLIT_Q, SWAPPED)
+                p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, 0.0, BN, CAPPED, False, SWAPPED)
+                sums = sums * by_row(alpha, SWAPPED) + p
+                accs1 = accumulate((acc,), (k,), p, alpha, (), FORMAT, SWAPPED)
+                acc = accs1[0]
             accs = (acc,)
         else:
             TILED: tl.constexpr = FORMAT == "fp8_tile128"
@@ -495,10 +552,9 @@ def decode_kernel(
             # reused for P, and ptxas 12.8 then takes the upper half of P's matrix descriptors from an undefined register.)
             one = tl.minimum(tl.maximum(batch, 1), 1)
             for n in tl.range(start, end, BN, num_stages=1):
-                if TILE_IN_PAGE:
-                    if n + BN > end:
-                        # The rest of the page is not ours, and weight 0 does not hide a NaN.
-                        raw = hide_rows(raw, n + tl.arange(0, BN) < end)
+                if TILE_IN_PAGE and n + BN > end:
+                    # The rest of the page is not ours, and weight 0 does not hide a NaN.
+                    raw = hide_rows(raw, n + tl.arange(0, BN) < end)
                 k, r = decode(raw, FORMAT, PTX)
                 scales = tile_scales(raw, FORMAT)
                 for i in tl.range(0, one, num_stages=1):
@@ -511,31 +567,32 @@ def decode_kernel(
                     lift = 0.0
                     if TILED:
                         lift = log2_of_largest(scales)
-                    s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, FORMAT, SPLIT_Q)
-                    p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, lift, CAPPED, TILED)
-                    sums = sums * alpha[None, :] + p
-                    accs = accumulate(accs, k, p, alpha, scales, FORMAT)
+                    s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, zero, FORMAT, SPLIT_Q, SWAPPED)
+                    p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, lift, BN, CAPPED, TILED, SWAPPED)
+                    sums = sums * by_row(alpha, SWAPPED) + p
+                    accs = accumulate(accs, k, p, alpha, scales, FORMAT, SWAPPED)
                     # Never used: it makes the operands loop-carried.
                     k = zeroed(k)
-        l = tl.sum(sums, 0)
-        if MANY_Q and CAUSAL:
+        l = tl.sum(sums, 0 if SWAPPED else 1)
+        if MANY_Q and CAUSAL:  # noqa: SIM102 (one is known when compiling, the other when running)
             # A value that is not finite reaches the rows that do not see it as 0 * NaN: look again if one turned up.
             if all_finite(accs) == 0:
                 accs, m, l = careful_pass(
                     data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor,
                     latent_factor, logit_cap, q, qr, q_lo, qr_lo, FORMAT, R, PARTS, UNIT, TABLE, PAGE_SIZE, CAPPED, SPLIT_Q,
-                    STRIDE_TOKEN, STRIDE_SCALE, PTX,
+                    STRIDE_TOKEN, STRIDE_SCALE, PTX, SWAPPED,
                 )  # fmt: skip
 
     # -- results; a row that saw nothing has l = 0
     seen = l != 0.0  # NaN counts as seen
     lse2 = tl.where(seen, m + (tl.log2(l) - P_SHIFT), float("-inf"))
     inverse = tl.where(seen, value_factor / tl.where(seen, l, 1.0), 0.0)
-    o = in_order(accs, R, FORMAT) * inverse[None, :]
+    o = in_order(accs, R, FORMAT, SWAPPED) * by_row(inverse, SWAPPED)
     d = tl.arange(0, 512)
     if n_splits == 1:
         out_at = (q_first + token).to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
-        tl.store(out_ptr + out_at[None, :] + d[:, None], o.to(out_ptr.dtype.element_ty), mask=used[None, :])
+        out_at = out_ptr + by_row(out_at, SWAPPED) + by_key(d, SWAPPED)
+        tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=by_row(used, SWAPPED))
         if WRITE_LSE:
             lse_at = (q_first + token).to(tl.int64) * stride_lse_token + head
             tl.store(lse_ptr + lse_at, lse2 / LOG2E, mask=used)
@@ -544,4 +601,4 @@ def decode_kernel(
         tl.store(partial_lse_ptr + slot, lse2)
         if start < end:
             # Of an empty item only the lse is read.
-            tl.store(partial_out_ptr + slot[None, :] * 512 + d[:, None], o)
+            tl.store(partial_out_ptr + by_row(slot, SWAPPED) * 512 + by_key(d, SWAPPED), o)

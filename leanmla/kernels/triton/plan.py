@@ -10,8 +10,11 @@ split ``s`` of sequence ``b``.
 import triton
 import triton.language as tl
 
-#: Division by an fp32 reciprocal is exact below this many blocks (see :func:`ceil_div_fast`); launchers check it.
-MAX_BLOCKS = 1 << 22
+# Bounds that TritonBackend.why_not checks; they keep everything here in 32 bits (64-bit divisions are calls, and calls in
+# the decode kernel cost its loop registers): below 2**22 blocks a sequence, 2**30 blocks a batch, 2**15 splits a sequence.
+MAX_SEQ_BLOCKS = 1 << 22
+MAX_BATCH_BLOCKS = 1 << 30
+MAX_SPLITS = (1 << 15) - 1
 
 
 @triton.jit
@@ -23,6 +26,13 @@ def ceil_div_fast(a, b):
     """
     q = (a.to(tl.float32) * (1.0 / b.to(tl.float32))).to(tl.int32)
     return q + ((a - q * b) > 0).to(tl.int32)
+
+
+@triton.jit
+def floor_div_fast(a, b):
+    """a // b under the conditions of :func:`ceil_div_fast`."""
+    q = (a.to(tl.float32) * (1.0 / b.to(tl.float32))).to(tl.int32)
+    return q + ((a - q * b) >= b).to(tl.int32)
 
 
 @triton.jit
@@ -47,35 +57,41 @@ def kv_length(
 
 
 @triton.jit
-def cost_of_chunks(blocks, live, chunks):
-    """For each candidate chunk [32]: how many items it makes, and blocks of the largest one."""
+def items_of_chunks(blocks, live, chunks):
+    """For each candidate chunk [32]: how many items it makes, and blocks of the largest and of the smallest one."""
     splits = tl.maximum(ceil_div_fast(blocks[None, :], chunks[:, None]), 1)
     items = tl.sum(tl.where(live[None, :], splits, 0), 1)
-    return items, tl.max(ceil_div_fast(blocks[None, :], splits), 1)
+    largest = tl.max(ceil_div_fast(blocks[None, :], splits), 1)
+    return items, largest, tl.min(tl.where(live[None, :], floor_div_fast(blocks[None, :], splits), 2147483647), 1)
 
 
 @triton.jit
 def candidate_chunks(factors_ptr, total, longest, num_workers):
     """Chunks [32] from the factors in sixteenths of the ideal share; factor 0 stands for the longest sequence."""
-    factor = tl.load(factors_ptr + tl.arange(0, 32)).to(tl.int64)
-    ideal = (total + num_workers - 1) // num_workers
-    chunk = tl.minimum(tl.maximum((ideal * factor + 15) // 16, 1), longest.to(tl.int64))
-    return tl.maximum(tl.where(factor == 0, longest.to(tl.int64), chunk), 1).to(tl.int32)
+    factor = tl.load(factors_ptr + tl.arange(0, 32))
+    # Beyond 2**23 every candidate is the longest sequence; 128 / 16 is the largest factor.
+    ideal = tl.minimum((total + num_workers - 1) // num_workers, 1 << 23)
+    chunk = tl.minimum(tl.maximum((ideal * factor + 15) // 16, 1), longest)
+    return tl.maximum(tl.where(factor == 0, longest, chunk), 1)
 
 
 @triton.jit
-def cheapest_chunk(chunks, items, largest, num_workers):
-    """waves * (largest + 1) decides; ties go to the later, larger candidate."""
-    cost = ((items + num_workers - 1) // num_workers).to(tl.int64) * (largest + 1).to(tl.int64)
+def cheapest_chunk(chunks, items, largest, smallest, total, num_workers):
+    """The chunk that ``split_plan.choose_chunk`` takes: see there. An item's overhead counts as one block."""
+    unit = largest + 1
+    # Above 2**30 the wave holds everything, so its exact size does not matter.
+    wave = tl.minimum(unit.to(tl.int64) * num_workers, 1 << 30).to(tl.int32)
+    waves = (total + items + (wave - 1)) // wave
+    cost = tl.maximum(waves * unit, ((items + num_workers - 1) // num_workers) * (smallest + 1))
     order = tl.arange(0, 32)
-    key = cost * 32 + (31 - order).to(tl.int64)
-    return tl.sum(tl.where(key == tl.min(key, 0), chunks, 0), 0)
+    best = tl.max(tl.where(cost == tl.min(cost, 0), order, -1), 0)  # ties go to the later, larger chunk
+    return tl.sum(tl.where(order == best, chunks, 0), 0)
 
 
 @triton.jit
 def choose_chunk(blocks, live, batch, factors_ptr, num_workers):
     """``split_plan.choose_chunk`` for lengths held in one vector."""
-    total = tl.sum(blocks.to(tl.int64), 0)
+    total = tl.sum(blocks, 0)
     longest = tl.max(blocks, 0)
     shortest = tl.min(tl.where(live, blocks, longest), 0)
     chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
@@ -84,9 +100,10 @@ def choose_chunk(blocks, live, batch, factors_ptr, num_workers):
         splits = tl.maximum(ceil_div_fast(longest, chunks), 1)
         items = splits * batch
         largest = ceil_div_fast(longest, splits)
+        smallest = floor_div_fast(longest, splits)
     else:
-        items, largest = cost_of_chunks(blocks, live, chunks)
-    return cheapest_chunk(chunks, items, largest, num_workers)
+        items, largest, smallest = items_of_chunks(blocks, live, chunks)
+    return cheapest_chunk(chunks, items, largest, smallest, total, num_workers)
 
 
 @triton.jit
@@ -132,8 +149,11 @@ def key_range(kv_len, s, n, split_size, GRANULARITY: tl.constexpr, FIXED_SIZE: t
         end = tl.minimum(start + split_size, kv_len)
     else:
         blocks = (kv_len + GRANULARITY - 1) // GRANULARITY
-        start = ((blocks.to(tl.int64) * s) // n).to(tl.int32) * GRANULARITY
-        end = ((blocks.to(tl.int64) * (s + 1)) // n).to(tl.int32) * GRANULARITY
+        # blocks * s // n, in parts that fit 32 bits.
+        each = blocks // n
+        rest = blocks - each * n
+        start = (each * s + rest * s // n) * GRANULARITY
+        end = (each * (s + 1) + rest * (s + 1) // n) * GRANULARITY
         start = tl.minimum(start, kv_len)
         end = tl.minimum(end, kv_len)
     return start, end
@@ -162,24 +182,26 @@ def plan_kernel(
     lane = tl.arange(0, CHUNK)
     chunk = 1
     if not FIXED_SIZE:
-        total = tl.sum(tl.zeros([CHUNK], tl.int64), 0)
+        total = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
         longest = tl.max(tl.zeros([CHUNK], tl.int32), 0)
         for b0 in range(0, batch, CHUNK):
             live = b0 + lane < batch
             lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
             blocks = (lens + GRANULARITY - 1) // GRANULARITY
-            total += tl.sum(blocks.to(tl.int64), 0)
+            total += tl.sum(blocks, 0)
             longest = tl.maximum(longest, tl.max(blocks, 0))
         chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
         items = tl.zeros([32], tl.int32)
         largest = tl.zeros([32], tl.int32)
+        smallest = tl.full([32], 2147483647, tl.int32)
         for b0 in range(0, batch, CHUNK):
             live = b0 + lane < batch
             lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
-            more, most = cost_of_chunks((lens + GRANULARITY - 1) // GRANULARITY, live, chunks)
+            more, most, least = items_of_chunks((lens + GRANULARITY - 1) // GRANULARITY, live, chunks)
             items += more
             largest = tl.maximum(largest, most)
-        chunk = cheapest_chunk(chunks, items, largest, num_workers)
+            smallest = tl.minimum(smallest, least)
+        chunk = cheapest_chunk(chunks, items, largest, smallest, total, num_workers)
     done = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
     for b0 in range(0, batch, CHUNK):
         live = b0 + lane < batch
@@ -192,7 +214,7 @@ def plan_kernel(
         first = done + tl.cumsum(counts, 0) - counts
         tl.store(splits_ptr + b0 + lane, counts, mask=live)
         tl.store(first_ptr + b0 + lane, first, mask=live)
-        for s in range(0, tl.max(counts, 0)):
+        for s in range(tl.max(counts, 0)):
             tl.store(item_seq_ptr + first + s, b0 + lane, mask=s < counts)
         done += tl.sum(counts, 0)
     tl.store(num_items_ptr, done)
