@@ -431,7 +431,7 @@ class DecodePlan:
 # torch.compile breaks its graph around these two instead of tracing them. The attribute is what torch.compiler.disable sets;
 # that function would import torch._dynamo, 1.5 s of every `import leanmla`.
 for _method in (DecodePlan.run, DecodePlan.capture):
-    _method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _method._torchdynamo_disable = True  # type: ignore[union-attr]
 
 
 def _device_info(dev: torch.device) -> device.DeviceInfo:
