@@ -80,7 +80,9 @@ def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]
     total = max(1, problem.num_heads * problem.max_q_len)
     bf16 = problem.format == "bf16"
 
-    def config(rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str, swapped: bool = True) -> TritonConfig:
+    def config(
+        rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str, swapped: bool = True
+    ) -> TritonConfig:
         return _config(total, rows, block_kv, warps, stages, per_sm, reason, swapped)
 
     if device.kind != "cuda" or device.sm < 90:

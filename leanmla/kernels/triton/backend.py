@@ -195,12 +195,17 @@ class TritonBackend:
             ),
         )
 
-    def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
-        """Scratch for problems up to ``problem``."""
+    def make_workspace(
+        self, problem: DecodeProblem, device: torch.device, config: TritonConfig | None = None
+    ) -> Workspace:
+        """Scratch for problems up to ``problem``; ``config`` if other block sizes than the default are to run."""
         info = describe(device)
-        config = decode_config(problem, info)
-        items = max_items(problem, config.block_kv, config.num_workers(info))
-        tiles = items * config.row_tiles * config.rows if problem.num_kv_splits != 1 else 0
+        config = config or decode_config(problem, info)
+        # Calls with fewer query rows have fewer row tiles and so more workers: room for the most that any of them needs,
+        # 4 * workers * row_tiles <= 4 * max(blocks, row_tiles).
+        blocks = max(info.num_sms * config.blocks_per_sm, config.row_tiles)
+        most = max_items(problem, config.block_kv, -(-blocks // config.row_tiles))
+        tiles = most * config.row_tiles * config.rows if problem.num_kv_splits != 1 else 0
 
         def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(max(n, 1), dtype=dtype, device=device)
@@ -211,7 +216,7 @@ class TritonBackend:
             partial_lse=empty(tiles, torch.float32),
             splits=empty(problem.batch, torch.int32),
             first=empty(problem.batch, torch.int32),
-            item_seq=empty(items, torch.int32),
+            item_seq=empty(max_items(problem, 32, 4 * max(info.num_sms, config.row_tiles)), torch.int32),
             num_items=empty(1, torch.int32),
             factors=_factors(device),
         )

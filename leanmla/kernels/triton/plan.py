@@ -89,20 +89,14 @@ def cheapest_chunk(chunks, items, largest, smallest, total, num_workers):
 
 
 @triton.jit
-def choose_chunk(blocks, live, batch, factors_ptr, num_workers):
+def choose_chunk(blocks, live, factors_ptr, num_workers):
     """``split_plan.choose_chunk`` for lengths held in one vector."""
     total = tl.sum(blocks, 0)
     longest = tl.max(blocks, 0)
-    shortest = tl.min(tl.where(live, blocks, longest), 0)
     chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
-    if shortest == longest:
-        # All alike, the common decode batch: 32 divisions instead of 32 * batch.
-        splits = tl.maximum(ceil_div_fast(longest, chunks), 1)
-        items = splits * batch
-        largest = ceil_div_fast(longest, splits)
-        smallest = floor_div_fast(longest, splits)
-    else:
-        items, largest, smallest = items_of_chunks(blocks, live, chunks)
+    # No branch for the common batch of equal lengths: behind one, Triton 3.9 forgets that rows of the cache are aligned and
+    # loads keys 2 bytes at a time.
+    items, largest, smallest = items_of_chunks(blocks, live, chunks)
     return cheapest_chunk(chunks, items, largest, smallest, total, num_workers)
 
 
@@ -130,7 +124,7 @@ def find_item(
         counts = tl.maximum((lens + split_size - 1) // split_size, 1)
     else:
         blocks = (lens + GRANULARITY - 1) // GRANULARITY
-        chunk = choose_chunk(blocks, live, batch, factors_ptr, num_workers)
+        chunk = choose_chunk(blocks, live, factors_ptr, num_workers)
         counts = tl.maximum(ceil_div_fast(blocks, chunk), 1)
     counts = tl.where(live, counts, 0)
     upto = tl.cumsum(counts, 0)
