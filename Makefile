@@ -16,7 +16,7 @@ run: $(VENV)/.installed
 	$(BIN)/leanmla run
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

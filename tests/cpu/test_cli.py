@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -413,6 +414,7 @@ def test_json_into_a_pipe_or_device_leaves_it_in_place(capsys, tmp_path):
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
 
+@pytest.mark.skipif(not pathlib.Path("/dev/full").is_char_device(), reason="needs /dev/full, a device that is always full")
 def test_json_that_cannot_be_written_in_the_end(capsys):
     code, _, err = run(capsys, "explain", "--device", "cpu", "--quiet", "--json", "/dev/full")
     assert code == 2 and err.startswith("leanmla explain: --json: /dev/full cannot be written") and err.count("\n") == 1
