@@ -48,12 +48,11 @@ class Backend(Protocol):
 def _load(name: str) -> Backend | str:
     """The backend object, or the sentence that says why its module cannot be imported."""
     try:
-        module = importlib.import_module(_MODULES[name])
+        return importlib.import_module(_MODULES[name]).BACKEND
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("leanmla.kernels"):
             return "is not part of this version of leanmla"
         return f"needs the module '{error.name}', which is not installed"
-    return getattr(module, "BACKEND", "offers builds only, nothing to launch with")
 
 
 def _name(name: str) -> str:

@@ -8,6 +8,7 @@ from . import formats
 from .errors import InvalidArgument, InvalidDtype, MissingScale
 from .formats import CacheFormat
 from .formats.elements import MX_SCALE_RULES
+from .formats.fp8 import e4m3_scale, finite_amax
 from .formats.mxfp4 import NUM_BLOCKS
 from .problem import DIMS
 
@@ -275,11 +276,9 @@ class LatentCache:
                 "cache: an 'fp8' cache without a scale cannot take it inside a CUDA graph capture. Append once before, or pass scale= "
                 "to LatentCache.allocate."
             )
-        magnitude = latent.float().abs()
-        counted = (slots >= 0)[:, None] & magnitude.isfinite()
-        amax = float(torch.where(counted, magnitude, 0.0).amax())
-        if amax > 0:
-            self.scale.copy_(self.format.scale_of(torch.where(counted, latent.float(), 0.0)))  # type: ignore[attr-defined]
+        amax = torch.where(slots >= 0, finite_amax(latent.float()), 0.0).amax()
+        if float(amax) > 0:
+            self.scale.copy_(e4m3_scale(amax))
             self._state.scale_is_set = True
         else:
             # Zeros and NaN have the same bytes under every scale; 1 serves until there is something to scale.

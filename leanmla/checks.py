@@ -15,11 +15,11 @@ from .errors import CapacityExceeded, InvalidArgument, InvalidDtype, InvalidTabl
 from .page_table import PageTable
 from .problem import DIMS, DecodeArgs, DecodeProblem
 
-__all__ = ["MAX_KV_SPLITS", "check_call", "check_options", "check_types", "q_dtype_name"]
+__all__ = ["MAX_KV_SPLITS", "check_call", "check_options", "check_types", "q_dtype_name", "reads_contents"]
 
 #: More splits of one sequence than any machine has workers for.
 MAX_KV_SPLITS = 4096
-_FP32_MAX = 3.4028234663852886e38
+_FP32_MAX = torch.finfo(torch.float32).max
 
 _Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -59,6 +59,11 @@ def check_options(
             f"num_kv_splits and split_size exclude each other, got {num_kv_splits} and {split_size}. Give one of them."
         )
     return scale, cap
+
+
+def reads_contents(check_contents: bool | None, device: torch.device) -> bool:
+    """Whether a call checks what its tables hold: as asked, otherwise where reading them is free."""
+    return device.type == "cpu" if check_contents is None else check_contents
 
 
 def check_types(cache: object, table: object) -> None:
@@ -110,9 +115,7 @@ def check_call(
     bound = _check_qo_indptr(q, table, qo_indptr, max_q_len)
     if out is not None:
         _check_out(out, q, cache)
-    if check_contents is None:
-        check_contents = q.device.type == "cpu"
-    if check_contents:
+    if reads_contents(check_contents, q.device):
         table.check_contents(cache.num_pages)
         if qo_indptr is not None:
             _check_qo_contents(qo_indptr, total_q, bound)

@@ -208,8 +208,8 @@ class DecodePlan:
 
     A plan runs one call at a time: its scratch is shared, so calls from several threads take turns and calls on several
     streams must be ordered by the caller. Splits are chosen from the lengths that the tables hold at each call, on the
-    device; nothing about them is fixed by the plan. One plan serves any batch up to its capacity, and one captured graph stays right while keys are added,
-    sequences end and padded rows (kv_len 0, page id -1) appear.
+    device; nothing about them is fixed by the plan. One plan serves any batch up to its capacity, and one captured graph
+    stays right while keys are added, sequences end and padded rows (kv_len 0, page id -1) appear.
 
     Args:
         num_heads, format, page_size, q_dtype: fixed; :meth:`run` refuses others.
@@ -407,7 +407,7 @@ class DecodePlan:
                 raise CapacityExceeded(
                     f"{what}: this plan holds {getattr(cap, name)}, the call needs {getattr(p, name)}. Build a larger plan."
                 )
-        if options["check_contents"] or (options["check_contents"] is None and q.device.type == "cpu"):
+        if checks.reads_contents(options["check_contents"], q.device):
             lens = table.kv_lens()
             for what, needed, held in (
                 ("max_kv_len", int(lens.max()) if len(lens) else 0, cap.max_kv_len),

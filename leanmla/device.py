@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DeviceInfo", "describe", "free_memory", "last_level_cache", "missing", "override", "triton_missing"]
+__all__ = ["DeviceInfo", "assumed", "describe", "free_memory", "last_level_cache", "missing", "override", "triton_missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,14 @@ def last_level_cache(device: torch.device | str) -> int:
         return 32 << 20
 
 
+def assumed(package: str) -> bool:
+    """Whether :func:`override` takes a package to be installed, so that nothing about it is to be asked of this machine."""
+    return package.partition(".")[0] in _assumed
+
+
 def missing(package: str) -> str | None:
     """Why a package (or a module inside one) cannot be used, or None. Does not import it, only its parents."""
-    if package.partition(".")[0] in _assumed:
+    if assumed(package):
         return None
     try:
         if importlib.util.find_spec(package) is not None:

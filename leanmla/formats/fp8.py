@@ -9,7 +9,7 @@ from ..problem import DIMS
 from .base import CacheFormat, Quantized
 from .elements import E4M3_MAX
 
-__all__ = ["FP8", "E4M3_SATURATES_ABOVE", "MIN_AMAX", "quantize_e4m3"]
+__all__ = ["E4M3_SATURATES_ABOVE", "FP8", "MIN_AMAX", "e4m3_scale", "finite_amax", "quantize_e4m3"]
 
 #: amax is taken to be at least this, so that an all-zero tensor has a scale.
 MIN_AMAX = 1e-12
@@ -31,6 +31,17 @@ def quantize_e4m3(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, t
     return y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8), saturated
 
 
+def finite_amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude along the last dim, infinities and NaN left out: fp32 [..., n] -> [...]."""
+    magnitude = x.abs()
+    return torch.where(magnitude.isfinite(), magnitude, 0.0).amax(-1)
+
+
+def e4m3_scale(amax: torch.Tensor) -> torch.Tensor:
+    """The scale that puts ``amax``, at least 1e-12, at e4m3's largest value."""
+    return amax.clamp(min=MIN_AMAX) / E4M3_MAX
+
+
 class FP8(CacheFormat):
     """Half of bf16's bytes; one scale a tensor."""
 
@@ -45,9 +56,8 @@ class FP8(CacheFormat):
     @staticmethod
     def scale_of(latent: torch.Tensor) -> torch.Tensor:
         """fp32 [1]: amax / 448, with amax at least 1e-12. Infinities and NaN do not count: one must not void the rest."""
-        magnitude = latent.float().abs()
-        amax = torch.where(magnitude.isfinite(), magnitude, 0.0).amax() if latent.numel() else magnitude.new_zeros(())
-        return (amax.clamp(min=MIN_AMAX) / E4M3_MAX).reshape(1)
+        amax = finite_amax(latent.float().flatten()) if latent.numel() else latent.new_zeros((), dtype=torch.float32)
+        return e4m3_scale(amax).reshape(1)
 
     def quantize(self, latent, *, scale=None, mx_scale_rule="even") -> Quantized:
         """value = fp8 * scale; see :func:`quantize_e4m3`. Without a scale it comes from these rows."""

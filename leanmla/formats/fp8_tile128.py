@@ -10,8 +10,7 @@ import torch
 
 from ..problem import DIMS
 from .base import CacheFormat, Quantized
-from .elements import E4M3_MAX
-from .fp8 import MIN_AMAX, quantize_e4m3
+from .fp8 import e4m3_scale, finite_amax, quantize_e4m3
 
 __all__ = ["FP8Tile128", "ROPE_OFFSET", "SCALE_OFFSET", "TILE"]
 
@@ -39,8 +38,7 @@ class FP8Tile128(CacheFormat):
         """
         self._check_latent(latent)
         tiles = latent[:, : DIMS.kv_lora_rank].float().unflatten(1, (NUM_TILES, TILE))
-        magnitude = tiles.abs()
-        scales = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(-1).clamp(min=MIN_AMAX) / E4M3_MAX
+        scales = e4m3_scale(finite_amax(tiles))
         values, saturated = quantize_e4m3(tiles, scales[..., None])
         rope = latent[:, DIMS.kv_lora_rank :].to(torch.bfloat16).contiguous()
         row = torch.cat((values.flatten(1), scales.view(torch.uint8), rope.view(torch.uint8)), dim=1)

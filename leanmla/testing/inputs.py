@@ -12,7 +12,7 @@ from ..page_table import PageTable
 from ..problem import DIMS
 from .cases import DecodeCase
 
-__all__ = ["DecodeInputs", "make_inputs", "poison_storage"]
+__all__ = ["DecodeInputs", "hard_rows", "make_inputs", "poison_storage"]
 
 #: Stands in page-table slots that hold no page: any use of it as an address faults or is caught by the checks.
 UNUSED_PAGE_ID = 2147480000
@@ -152,3 +152,20 @@ def _cache(case: DecodeCase, num_pages: int, device: torch.device) -> LatentCach
     elif fmt.scale_kind == "per_tensor":
         scales = torch.full((1,), 4.5 / 448 if scale is None else scale, dtype=torch.float32, device=device)
     return LatentCache.from_tensors(data, scales, format=fmt, page_size=case.page_size)
+
+
+def hard_rows(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[n, 576] latents, n >= 9, for quantisers: zero blocks, ties, both sides of every threshold, subnormals, saturation."""
+    gen = torch.Generator().manual_seed(0)
+    width = DIMS.qk_head_dim
+    x = torch.randn(n, width, generator=gen) * torch.exp2(torch.randint(-20, 12, (n, 1), generator=gen).float())
+    x[0] = 0.0
+    x[1, 5] = -0.0
+    x[2] = torch.linspace(-8, 8, width)
+    x[3] = 7.0
+    x[4] = 6.9999995
+    x[5] = torch.randn(width, generator=gen) * 1e-40
+    x[6, ::3] = 1000.0
+    x[7] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(width // 8)
+    x[8] = torch.linspace(-500, 500, width) * 0.037
+    return x.to(dtype)

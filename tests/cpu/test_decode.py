@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import torch
+from _helpers import cpu_plan as plan
 
 from leanmla import (
     BackendUnavailable,
     CapacityExceeded,
-    DecodePlan,
     InvalidArgument,
     LatentCache,
     PageTable,
@@ -21,20 +21,6 @@ from leanmla import (
     mla_decode,
 )
 from leanmla.testing import DecodeCase, compare, make_inputs
-
-
-def plan(**changes):
-    options = {
-        "num_heads": 16,
-        "format": "bf16",
-        "page_size": 64,
-        "max_batch": 4,
-        "max_kv_len": 512,
-        "max_q_len": 2,
-        "device": "cpu",
-    }
-    return DecodePlan(**{**options, **changes})
-
 
 # -- DecodePlan ---------------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
+from _helpers import i32
 
 from leanmla import InvalidArgument, InvalidDtype, InvalidTable, PageTable
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_csr():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from _helpers import i32
 
 from leanmla import (
     CapacityExceeded,
@@ -15,10 +16,6 @@ from leanmla import (
     PageTable,
     mla_decode,
 )
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Call:

@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from _helpers import cpu_plan, i32
 
 from leanmla import (
     BackendUnavailable,
     CapacityExceeded,
-    DecodePlan,
     InvalidArgument,
     InvalidDtype,
     InvalidTable,
@@ -27,21 +27,8 @@ from leanmla.testing import DecodeCase, compare, make_inputs
 BACKENDS = ("reference", "cpu")
 
 
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
 def plan(**changes):
-    options = {
-        "num_heads": 16,
-        "format": "bf16",
-        "page_size": 64,
-        "max_batch": 4,
-        "max_kv_len": 2048,
-        "max_q_len": 2,
-        "device": "cpu",
-    }
-    return DecodePlan(**{**options, **changes})
+    return cpu_plan(**{"max_kv_len": 2048, **changes})
 
 
 # -- captured steps and plans -------------------------------------------------------------------------------------------

@@ -5,26 +5,11 @@ import torch
 
 from leanmla import LatentCache, device
 from leanmla.formats import FORMATS
+from leanmla.testing.inputs import hard_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if device.triton_missing():
     pytest.skip(device.triton_missing(), allow_module_level=True)
-
-
-def values(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows that meet zero blocks, ties, both sides of every threshold, subnormals and saturation."""
-    gen = torch.Generator().manual_seed(0)
-    x = torch.randn(n, 576, generator=gen) * torch.exp2(torch.randint(-20, 12, (n, 1), generator=gen).float())
-    x[0] = 0.0
-    x[1, 5] = -0.0
-    x[2] = torch.linspace(-8, 8, 576)
-    x[3] = 7.0
-    x[4] = 6.9999995
-    x[5] = torch.randn(576, generator=gen) * 1e-40
-    x[6, ::3] = 1000.0
-    x[7] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(72)
-    x[8] = torch.linspace(-500, 500, 576) * 0.037
-    return x.to(dtype)
 
 
 @pytest.mark.parametrize("rule", ("even", "floor"))
@@ -38,7 +23,7 @@ def test_bytes_equal_the_host_codecs(fmt, dtype, rule):
     host = LatentCache.allocate(80, 5, **options)
     joined = LatentCache.allocate(80, 5, device="cuda", **options)
     apart = LatentCache.allocate(80, 5, device="cuda", **options)
-    latent, slots = values(n, dtype), torch.randperm(400)[:n]
+    latent, slots = hard_rows(n, dtype), torch.randperm(400)[:n]
     slots[10:20] = -1
     host.append(latent, slots)
     joined.append(latent.cuda(), slots.int().cuda())

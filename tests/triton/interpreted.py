@@ -28,6 +28,7 @@ from leanmla.kernels.triton import backend, plan
 from leanmla.reference import mla_decode_reference
 from leanmla.split_plan import plan_splits
 from leanmla.testing import DecodeCase, compare, make_inputs
+from leanmla.testing.inputs import hard_rows
 
 interpreter.mend()
 np.seterr(all="ignore")
@@ -149,15 +150,7 @@ def run_nan(fmt: str) -> None:
 def run_append() -> None:
     """Bytes and counters equal the host codecs', both forms, both slot dtypes, every input dtype."""
     gen = torch.Generator().manual_seed(0)
-    x = torch.randn(12, 576, generator=gen) * torch.exp2(torch.randint(-20, 12, (12, 1), generator=gen).float())
-    x[0] = 0.0
-    x[1, 5] = -0.0
-    x[2] = torch.linspace(-8, 8, 576)
-    x[3] = 7.0
-    x[4] = 6.9999995
-    x[5] = torch.randn(576, generator=gen) * 1e-40
-    x[6, ::3] = 1000.0
-    x[7] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(72)
+    x = hard_rows(12)
     for fmt in FORMATS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for rule in ("even", "floor") if fmt == "mxfp4" else ("even",):

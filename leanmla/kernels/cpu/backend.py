@@ -66,7 +66,7 @@ class CpuBackend:
     def why_not(self, problem: DecodeProblem, device: DeviceInfo) -> str | None:
         if device.kind != "cpu":
             return f"runs on a CPU, this device is {device.name}"
-        return devices.missing("numba") or (None if _is_assumed() else _cannot_compile())
+        return devices.missing("numba") or (None if devices.assumed("numba") else _cannot_compile())
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
         """Room for every call within ``problem`` on as many threads as there are now."""
@@ -226,11 +226,6 @@ def _scratch() -> Scratch:
     from .decode import SCRATCH_BYTES
 
     return Scratch(SCRATCH_BYTES)
-
-
-def _is_assumed() -> bool:
-    """numba is taken to be there (``device.override``): nothing is to be asked of this machine."""
-    return "numba" in devices._assumed
 
 
 @functools.cache
