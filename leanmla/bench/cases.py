@@ -81,6 +81,11 @@ def _ragged(batch: int, mean: int) -> BenchCase:
     return BenchCase(lens, name=f"{batch} x 1..{2 * mean}")
 
 
+def _evened(case: BenchCase) -> BenchCase:
+    """As many keys in equally long sequences (to within half a key a sequence)."""
+    return BenchCase((round(case.tokens / case.batch),) * case.batch, name=f"{case.name} evened")
+
+
 def _sets() -> dict[str, list[BenchCase]]:
     return {
         "contest": contest_cases(),
@@ -91,6 +96,7 @@ def _sets() -> dict[str, list[BenchCase]]:
             _ragged(32, 1024),
             _ragged(32, 8192),
             _ragged(256, 2048),
+            _evened(_ragged(256, 2048)),
             BenchCase((131072, *(1024,) * 31), name="131072 + 31 x 1024"),
         ],
         "long": [_uniform(1, kv) for kv in (8192, 65536, 262144)] + [_uniform(1, 65536, num_heads=128)],

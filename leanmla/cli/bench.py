@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .output import Output, new_table
 from .words import check_seconds, pick_device, resolve_settings, time_unit
+
+if TYPE_CHECKING:
+    from ..bench.goals import Verdict
 
 __all__ = ["add_arguments", "main"]
 
@@ -25,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="leave out the cases that no longer fit into S seconds (default: %(default)s)")  # fmt: skip
     parser.add_argument("--commit", metavar="TEXT", help="commit to record where this runs outside a repository")
     parser.add_argument("--compare", metavar="FILE", help="also show time / time in an earlier --json FILE")
+    parser.add_argument("--goals", metavar="FILE", help="hold the times against the limits in FILE, pass or miss for each")
     parser.add_argument(
         "--plot", metavar="DIR", help="draw times, bandwidths, the roofline and speed-ups into this folder (SVG)"
     )
@@ -34,6 +39,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     """Run it; 1 if a kernel of ours is wrong."""
     from ..bench.cases import cases_named
     from ..bench.data import problem_of
+    from ..bench.goals import judge, read_goals
     from ..bench.peers import peers_named
     from ..bench.results import read_json
     from ..bench.runner import contenders_for, earlier_times, run_bench
@@ -46,6 +52,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     folder = _plot_folder(args.plot) if args.plot else None
     device = pick_device(args.device)
     gpu = device.type == "cuda"
+    goals = read_goals(Path(args.goals)) if args.goals else None
     before = earlier_times(read_json(Path(args.compare))) if args.compare else {}
     cases = cases_named(args.cases or ("contest" if gpu else "small"))
     names = [f.strip() for f in args.formats.split(",")]
@@ -55,8 +62,11 @@ def main(args: argparse.Namespace, out: Output) -> int:
     with out.steps(len(cases), "bench") as steps:
         run = run_bench(cases, contenders, device, time_limit=args.time_limit, seconds=args.seconds or (0.15 if gpu else 1.0),
                         commit=args.commit, on_step=steps.now, on_case=steps.advance)  # fmt: skip
-    out.json(run.document())
+    verdicts = judge(goals, run.results, cases, run.ceilings.read_tb_s) if goals else []
+    out.json({**run.document(), "goals": [v.document() for v in verdicts]})
     _print(out, run, before)
+    if goals:
+        _print_goals(out, goals.device, run.environment["device"]["name"], verdicts)
     if folder is not None and any(r.status == "ok" for r in run.results):
         from ..plots.bench_plots import save_bench_figures
         from ..plots.runs import run_of
@@ -144,6 +154,33 @@ def _print_ratios(out: Output, run) -> None:
             table.add_row(r.case if r.case != last else "", r.format, r.backend, *ratios)
             last = r.case
     out.print("", table)
+
+
+def _print_goals(out: Output, meant_for: str, device: str, verdicts: list[Verdict]) -> None:
+    """Pass or miss of every goal that this run can tell."""
+    told = [v for v in verdicts if v.met is not None]
+    for title in dict.fromkeys(v.goal.table for v in told if v.goal.table):
+        mine = [v for v in told if v.goal.table == title]
+        columns = list(dict.fromkeys(v.goal.column for v in mine))
+        table = new_table(f"{title}: µs, goal, verdict", "case", *(f">{c}" for c in columns))
+        cells = {(v.goal.row, v.goal.column): v for v in mine}
+        for row in dict.fromkeys(v.goal.row for v in mine):
+            table.add_row(row, *(_verdict(cells[row, c]) if (row, c) in cells else "" for c in columns))
+        out.print("", table)
+    single = [v for v in told if not v.goal.table]
+    if single:
+        table = new_table("Other goals", "goal", "case", ">µs, goal, verdict")
+        for v in single:
+            table.add_row(v.goal.row, v.goal.which.case or "contest grid", _verdict(v))
+        out.print("", table)
+    met = sum(v.met is True for v in told)
+    out.print(f"Goals: {met} met, {len(told) - met} missed, {len(verdicts) - len(told)} not timed in this run.")
+    if meant_for not in device:
+        out.print(f"These goals are meant for {meant_for}; this is {device}.")
+
+
+def _verdict(v: Verdict) -> str:
+    return f"{v.time_us:.4g} / {v.limit_us:.4g} {'pass' if v.met else 'MISS'}"
 
 
 def _last_of_case(results, i: int) -> bool:
