@@ -10,6 +10,7 @@ from .formats import CacheFormat
 from .formats.elements import MX_SCALE_RULES
 from .formats.fp8 import e4m3_scale, finite_amax
 from .formats.mxfp4 import NUM_BLOCKS
+from .formats.mxfp4_row320 import from_ocp, to_ocp
 from .problem import DIMS
 
 __all__ = ["LatentCache"]
@@ -66,11 +67,11 @@ class LatentCache:
 
         Args:
             num_pages, page_size: pages, and tokens a page; at least 1 each.
-            format: "bf16", "fp8", "mxfp4" or "fp8_tile128".
+            format: "bf16", "fp8", "mxfp4", "fp8_tile128" or "mxfp4_row320".
             device: where.
             scale: ``fp8`` only: the tensor's scale. None takes amax / 448 of the first :meth:`append`, after which it
                 stays fixed.
-            mx_scale_rule: ``mxfp4`` only: "even" or "floor".
+            mx_scale_rule: ``mxfp4`` and ``mxfp4_row320`` only: "even" or "floor".
 
         Raises:
             InvalidArgument: a count is not positive, or an option does not belong to the format.
@@ -117,13 +118,13 @@ class LatentCache:
 
         Args:
             data: [num_pages, page_size, W], [num_pages, page_size, 1, W], [tokens, 1, W] or [tokens, W], where W is 576
-                (``bf16``, ``fp8``), 288 (``mxfp4``) or 656 (``fp8_tile128``). Strided views of larger buffers are
-                fine as long as the last dim is contiguous. In the token forms tokens must be a multiple of page_size.
+                (``bf16``, ``fp8``), 288 (``mxfp4``), 656 (``fp8_tile128``) or 320 (``mxfp4_row320``). Strided views of larger
+                buffers are fine as long as the last dim is contiguous. In the token forms tokens must be a multiple of page_size.
             scale: ``fp8``: fp32 [1]. ``mxfp4``: E8M0 bytes [>= tokens, >= 18], [num_pages, page_size, >= 18] or
                 [tokens, 1, >= 18]; padding is never read. Otherwise None.
             format: the cache format's name.
             page_size: tokens a page.
-            mx_scale_rule: the rule that :meth:`append` follows for ``mxfp4``.
+            mx_scale_rule: the rule that :meth:`append` follows for ``mxfp4`` and ``mxfp4_row320``.
 
         Raises:
             InvalidArgument: shape, stride or device; InvalidDtype: dtype; MissingScale: no scale where one is needed.
@@ -362,6 +363,45 @@ class LatentCache:
         )
         view._state = self._state  # one scale and one counter, whichever name is appended through
         return view
+
+    @torch.no_grad()
+    def convert(self, format: str | CacheFormat, *, beyond: str = "refuse") -> LatentCache:
+        """A new cache with the same values in another layout: between ``mxfp4`` and ``mxfp4_row320``, exactly.
+
+        Every slot is converted, so every slot has to hold what :meth:`allocate` or :meth:`append` left there. Waits for the
+        device.
+
+        Args:
+            format: "mxfp4" or "mxfp4_row320". This cache's own format gives a copy.
+            beyond: to ``mxfp4_row320`` only: "refuse" raises where a block's scale is more than 2**26 below the largest
+                of its token; "round" rounds such blocks, as :meth:`append` does.
+
+        Raises:
+            InvalidArgument: another pair of formats, or a token that the new format cannot hold; the message names it.
+
+        Example:
+            >>> import torch
+            >>> cache = LatentCache.allocate(2, 64, format="mxfp4")
+            >>> cache.append(torch.randn(100, 576), torch.arange(100))
+            >>> rows = cache.convert("mxfp4_row320")
+            >>> rows.bytes_per_token, torch.equal(rows.dequantize(), cache.dequantize())
+            (320, True)
+        """
+        fmt = formats.get(format)
+        pair = (self.format.name, fmt.name)
+        if pair[0] == pair[1]:
+            data, scale = self.data.contiguous().clone(), None if self.scale is None else self.scale.contiguous().clone()
+        elif pair == ("mxfp4", "mxfp4_row320"):
+            assert self.scale is not None
+            data, scale = from_ocp(self.data, self.scale, beyond=beyond), None
+        elif pair == ("mxfp4_row320", "mxfp4"):
+            data, scale = to_ocp(self.data)
+        else:
+            raise InvalidArgument(
+                f"format: '{pair[0]}' cannot become '{pair[1]}' without rounding. Exact are {formats.CONVERTIBLE}, both ways; otherwise "
+                "append the latents, or what gather() returns, to a cache of that format."
+            )
+        return LatentCache(data, scale, format=fmt, mx_scale_rule=self.mx_scale_rule, scale_is_set=self._state.scale_is_set)
 
     def require_scale(self) -> None:
         """Refuse an ``fp8`` cache that has no scale yet."""

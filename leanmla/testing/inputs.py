@@ -55,6 +55,8 @@ def poison_storage(cache: LatentCache, slots: torch.Tensor) -> None:
         cache.data[page, offset] = 0x77
         assert cache.scale is not None
         cache.scale[page, offset] = 255
+    elif cache.format.name == "mxfp4_row320":
+        cache.data[page, offset] = 0xFF  # NaN blocks whose bytes break every rule of the format
     else:
         # 0x7F is NaN as e4m3fn; 0x7F7F7F7F is a huge fp32 scale and 0x7F7F a huge bf16.
         cache.data[page, offset] = 0x7F

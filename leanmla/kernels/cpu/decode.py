@@ -60,6 +60,7 @@ from .tiles import (
     BF16,
     ROW_BF16,
     ROW_FP32,
+    TABLE_BYTES,
     TOKEN_LIST_BYTES,
     TOKENS,
     even_spacing,
@@ -81,7 +82,7 @@ _ALPHA = _SUM_BF16 + MAX_ROWS * 4
 _BOUND = _ALPHA + MAX_ROWS * 4
 _ROW = _BOUND + MAX_ROWS * 4
 _TABLE = _ROW + ROW_FP32
-_AHEAD = _TABLE + 64
+_AHEAD = _TABLE + TABLE_BYTES
 SCRATCH_BYTES = _AHEAD + TOKEN_LIST_BYTES
 
 MERGE_BYTES = MERGE.itemsize

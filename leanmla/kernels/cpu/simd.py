@@ -196,6 +196,7 @@ store_i = _storer(v16i, 1)
 store_scalar_f = _storer(types.float32, 4)
 store_scalar_i = _storer(types.int64, 4, lambda b, x: b.trunc(x, _I32))
 store_scalar_i64 = _storer(types.int64, 8)
+store_scalar_u8 = _storer(types.int64, 1, lambda b, x: b.trunc(x, _I8))
 
 
 def _emit_prefetch(builder, address):

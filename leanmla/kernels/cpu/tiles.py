@@ -6,7 +6,7 @@ A tile row is one token's 576 values, as key and (its first 512) as value at onc
   order in which a 32-bit lane gives up a pair (low half, high half) without any shuffle; queries are packed and
   outputs written in the same order.
 * bf16, 1152 bytes: natural order, that is lane l of block j holds the pair (32 j + 2 l, 32 j + 2 l + 1). Exact for
-  bf16, fp8 and mxfp4 values, whose mantissas have at most 8 bits. fp8_tile128 values have 24 and need the fp32 form.
+  bf16, fp8, mxfp4 and mxfp4_row320 values, whose mantissas have at most 8 bits. fp8_tile128 values have 24 and need the fp32 form.
 
 The per-tensor scale of fp8 is not applied here; the caller multiplies logits and outputs by it.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from ...formats import mxfp4_row320 as row320
 from .calls import TILE
 from .simd import (
     any_half_outside,
@@ -35,12 +36,13 @@ from .simd import (
     store_i,
     store_scalar_i,
     store_scalar_i64,
+    store_scalar_u8,
     where_equal_i,
     where_less_i,
 )  # fmt: skip
 
-BF16, FP8, MXFP4, FP8_TILE128 = range(4)
-FORMAT_CODES = {"bf16": BF16, "fp8": FP8, "mxfp4": MXFP4, "fp8_tile128": FP8_TILE128}
+BF16, FP8, MXFP4, FP8_TILE128, MXFP4_ROW320 = range(5)
+FORMAT_CODES = {"bf16": BF16, "fp8": FP8, "mxfp4": MXFP4, "fp8_tile128": FP8_TILE128, "mxfp4_row320": MXFP4_ROW320}
 
 ROW_FP32 = 576 * 4
 ROW_BF16 = 576 * 2
@@ -48,6 +50,16 @@ TOKENS = 16  # bytes before the addresses of a list of tokens
 TOKEN_LIST_BYTES = TOKENS + 2 * TILE * 8
 BLOCKS = 18  # of 32 values
 LATENT_BLOCKS = 16
+
+# What mxfp4 tokens need at hand: byte offsets of its parts.
+_VALUES = 0  # 16 int32, see write_e2m1_table
+_OCP_CODES = 64  # one token of mxfp4_row320 as mxfp4: 288 bytes of codes in five vectors, 18 scales
+_OCP_SCALES = _OCP_CODES + 5 * 64
+TABLE_BYTES = _OCP_SCALES + 64
+
+DEFICIT_AT = row320.DEFICIT_AT
+DEFICIT_UNIT, NAN_DEFICIT = row320.DEFICIT_UNIT, row320.NAN_DEFICIT
+EXPONENT_AT, FINITE_EXPONENT_AT = row320.EXPONENT_AT, row320.FINITE_EXPONENT_AT
 
 #: High halves of the fp32 values of the 16 E2M1 codes, as int32: 0 .5 1 1.5 2 3 4 6, then the same with a sign.
 E2M1_HIGH = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
@@ -127,7 +139,7 @@ def fp8_token(row, source, as_bf16):
 @njit(nogil=True)
 def mxfp4_token(row, source, scales, table, as_bf16):
     """source: 288 bytes, low nibble first; scales: 18 E8M0 bytes; table: see write_e2m1_table."""
-    values = load_i(table)
+    values = load_i(table + _VALUES)
     for block in range(BLOCKS):
         scale = e8m0(scalar_u8(scales + block))
         codes = load_u8(source + block * 16)
@@ -138,6 +150,35 @@ def mxfp4_token(row, source, scales, table, as_bf16):
         else:
             store_f(row + block * 128, even)
             store_f(row + block * 128 + 64, odd)
+
+
+@njit(nogil=True, inline="always")
+def _close_up(bits):
+    """Bits 3, 11, 19, 27 of each lane to 3, 7, 11, 15; the others have to be 0."""
+    bits = (bits | (bits >> 4)) & splat_i(0x00880088)
+    return (bits | (bits >> 8)) & splat_i(0x8888)
+
+
+@njit(nogil=True)
+def mxfp4_row320_token(row, source, table, as_bf16):
+    """source: a row of 320 bytes, see formats/mxfp4_row320.py. Rewritten as mxfp4 first, which costs little: signs move in
+    128 values at once."""
+    for vector in range(5):  # the last one also rewrites the 32 bytes behind the codes, for nobody
+        words = load_i(source + vector * 64)
+        first = _close_up((words >> 4) & splat_i(0x08080808))
+        second = _close_up(words & splat_i(0x08080808))
+        store_i(table + _OCP_CODES + vector * 64, (words & splat_i(0x77777777)) | first | (second << 16))
+    exponent = scalar_u8(source + EXPONENT_AT)
+    has_nan = exponent == 255
+    if has_nan:
+        exponent = scalar_u8(source + FINITE_EXPONENT_AT)
+    for block in range(BLOCKS):
+        deficit = scalar_u8(source + DEFICIT_AT[block]) // DEFICIT_UNIT
+        scale = max(exponent - deficit, 0)
+        if has_nan and deficit >= NAN_DEFICIT:
+            scale = 255
+        store_scalar_u8(table + _OCP_SCALES + block, scale)
+    mxfp4_token(row, table + _OCP_CODES, table + _OCP_SCALES, table, as_bf16)
 
 
 @njit(nogil=True)
@@ -190,7 +231,7 @@ def find_tokens(
 
 @njit(nogil=True)
 def load_tile(tile, as_bf16, format_code, tokens, table):
-    """Dequantise the tokens of a list; ``table`` is from write_e2m1_table."""
+    """Dequantise the tokens of a list. ``table``: TABLE_BYTES, whose beginning is from write_e2m1_table."""
     row_bytes = ROW_BF16 if as_bf16 else ROW_FP32
     for i in range(scalar_i64(tokens)):
         row, source = tile + i * row_bytes, scalar_i64(tokens + TOKENS + i * 8)
@@ -200,6 +241,8 @@ def load_tile(tile, as_bf16, format_code, tokens, table):
             fp8_token(row, source, as_bf16)
         elif format_code == MXFP4:
             mxfp4_token(row, source, scalar_i64(tokens + TOKENS + (TILE + i) * 8), table, as_bf16)
+        elif format_code == MXFP4_ROW320:
+            mxfp4_row320_token(row, source, table, as_bf16)
         else:
             fp8_tile128_token(row, source)
 

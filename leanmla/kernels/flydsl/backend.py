@@ -12,6 +12,7 @@ import torch
 
 from ...device import DeviceInfo
 from ...errors import CapacityExceeded
+from ...formats import no_kernel
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
 from .launch import Scratch, make_scratch, plan_call
 from .spec import TILE, DecodeSpec
@@ -29,7 +30,7 @@ STATUS = "built and emulated, not yet run on hardware"
 def unsupported(problem: DecodeProblem) -> str | None:
     """What in ``problem`` the kernels do not cover: one sentence, or None."""
     if problem.format not in FORMATS:
-        return f"has no kernel for cache format '{problem.format}' (it has {', '.join(FORMATS)})"
+        return no_kernel(problem.format, FORMATS)
     if problem.q_dtype != "bf16":
         return f"takes bf16 queries, not {problem.q_dtype}"
     if problem.max_kv_len >= 1 << 27:

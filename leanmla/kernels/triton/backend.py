@@ -11,11 +11,15 @@ import torch
 
 from ...device import DeviceInfo, describe, triton_missing
 from ...errors import CapacityExceeded, InvalidArgument
+from ...formats import no_kernel
 from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
 from ...split_plan import CHUNK_CANDIDATES
 from ..launch_configs import TritonConfig, combine_config, decode_config
 
 __all__ = ["BACKEND", "INLINE_BATCH", "TritonBackend", "Workspace", "combine_constants", "compile_options", "decode_constants", "max_items"]
+
+#: Cache formats that the decode kernel reads. The append kernel writes all formats.
+FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 
 #: Batches up to this size are planned inside the decode kernel, larger ones by a launch of their own.
 INLINE_BATCH = 256
@@ -168,6 +172,8 @@ class TritonBackend:
                 return f"needs gfx942 or gfx950, this GPU is {device.arch}"
         else:
             return "needs a GPU"
+        if problem.format not in FORMATS:
+            return no_kernel(problem.format, FORMATS)
         # The device planner counts in 32 bits; see plan.py. A block has at least 32 keys.
         if problem.max_kv_len >= 1 << 27:
             return f"plans sequences below {1 << 27} keys, the tables allow {problem.max_kv_len}"
