@@ -12,7 +12,7 @@ from ..page_table import PageTable
 from ..problem import DIMS
 from .cases import DecodeCase
 
-__all__ = ["DecodeInputs", "hard_rows", "make_inputs", "poison_storage"]
+__all__ = ["DecodeInputs", "hard_rows", "make_inputs", "poison_storage", "uneven_rows"]
 
 #: Stands in page-table slots that hold no page: any use of it as an address faults or is caught by the checks.
 UNUSED_PAGE_ID = 2147480000
@@ -171,3 +171,22 @@ def hard_rows(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     x[7] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(width // 8)
     x[8] = torch.linspace(-500, 500, width) * 0.037
     return x.to(dtype)
+
+
+def uneven_rows(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[48, 576] latents, for formats with block scales: blocks of 32 up to 2**85 apart, each of them the largest in its turn,
+    with blocks of zeros, tiny values, NaN and infinity among them."""
+    gen = torch.Generator().manual_seed(1)
+    blocks = torch.randn(48, 18, 32, generator=gen)
+    apart = (torch.arange(18) + torch.arange(48)[:, None]) % 18  # of block b of row i, in steps of the row
+    x = blocks * torch.exp2(-(apart * (torch.arange(48) % 6)[:, None]).float())[..., None]
+    x[6:12] *= 2.0**-110
+    x[12:18, ::3] = 0.0
+    x[18:24, 1::4] *= -0.0
+    x[24:30, 2, 5] = torch.nan
+    x[30:32] = torch.nan
+    x[32:34] = 0.0
+    x[34, :, 7] = torch.nan
+    x[35, 3] = torch.inf
+    x[36, 0, 0], x[36, 1:] = torch.nan, 0.0
+    return x.flatten(1).to(dtype)

@@ -5,7 +5,7 @@ import torch
 
 from leanmla import LatentCache, device
 from leanmla.formats import FORMATS
-from leanmla.testing.inputs import hard_rows
+from leanmla.testing.inputs import hard_rows, uneven_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if device.triton_missing():
@@ -16,8 +16,8 @@ if device.triton_missing():
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 @pytest.mark.parametrize("fmt", tuple(FORMATS))
 def test_bytes_equal_the_host_codecs(fmt, dtype, rule):
-    if rule == "floor" and fmt != "mxfp4":
-        pytest.skip("only mxfp4 has a scale rule")
+    if rule == "floor" and not fmt.startswith("mxfp4"):
+        pytest.skip("only the mxfp4 formats have a scale rule")
     n = 300
     options = {"format": fmt, "mx_scale_rule": rule, **({"scale": 0.037} if fmt == "fp8" else {})}
     host = LatentCache.allocate(80, 5, **options)
@@ -32,6 +32,18 @@ def test_bytes_equal_the_host_codecs(fmt, dtype, rule):
         assert torch.equal(host.data.view(torch.uint8), cache.data.cpu().view(torch.uint8))
         assert host.scale is None or torch.equal(host.scale, cache.scale.cpu())
         assert host.saturation_count == cache.saturation_count
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("fmt", ("mxfp4", "mxfp4_row320"))
+def test_blocks_far_apart_equal_the_host_codecs(fmt, dtype):
+    host, cache = (LatentCache.allocate(12, 4, format=fmt, device=where) for where in ("cpu", "cuda"))
+    latent, slots = uneven_rows(dtype), torch.randperm(48)
+    host.append(latent, slots)
+    cache.append(latent.cuda(), slots.cuda())
+    assert torch.equal(host.data, cache.data.cpu())
+    assert host.scale is None or torch.equal(host.scale, cache.scale.cpu())
+    assert host.saturation_count == cache.saturation_count > 0
 
 
 @pytest.mark.parametrize("fmt", tuple(FORMATS))

@@ -28,7 +28,7 @@ from leanmla.kernels.triton import backend, plan
 from leanmla.reference import mla_decode_reference
 from leanmla.split_plan import plan_splits
 from leanmla.testing import DecodeCase, compare, make_inputs
-from leanmla.testing.inputs import hard_rows
+from leanmla.testing.inputs import hard_rows, uneven_rows
 
 interpreter.mend()
 np.seterr(all="ignore")
@@ -112,7 +112,7 @@ def run_decode(fmt: str) -> None:
         (c((400, 1, 1, 1), table="csr", num_heads=4), {}),
         (c((3,), q_lens=4, num_heads=4), {}),
     ]
-    cases += others[list(FORMATS).index(fmt) :: len(FORMATS)]
+    cases += others[backend.FORMATS.index(fmt) :: len(backend.FORMATS)]
     if fmt != "fp8":
         cases += [(c((80, 77), q_dtype="fp16", q_lens=2, num_heads=4), {"swapped": fmt != "bf16"})]
     else:
@@ -153,7 +153,7 @@ def run_append() -> None:
     x = hard_rows(12)
     for fmt in FORMATS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for rule in ("even", "floor") if fmt == "mxfp4" else ("even",):
+            for rule in ("even", "floor") if fmt.startswith("mxfp4") else ("even",):
                 options = {"format": fmt, "mx_scale_rule": rule, **({"scale": 0.037} if fmt == "fp8" else {})}
                 host, device, apart = (LatentCache.allocate(4, 5, **options) for _ in range(3))
                 slots = torch.randperm(20, generator=gen)[:12]
@@ -169,6 +169,12 @@ def run_append() -> None:
                     for c in (device, apart)
                 )
                 report(f"append-{fmt}-{dtype}-{rule}", same)
+    for fmt in (f for f in FORMATS if f.startswith("mxfp4")):
+        host, device = (LatentCache.allocate(12, 4, format=fmt) for _ in range(2))
+        host.append(uneven_rows(), torch.arange(48))
+        append_module.append(device, uneven_rows(), torch.arange(48))
+        same = torch.equal(host.data, device.data) and (host.scale is None or torch.equal(host.scale, device.scale))
+        report(f"append-uneven-{fmt}", same and int(host.saturation_counter) == int(device.saturation_counter) > 0)
     # NaN: the block, tile or value is NaN again after decoding.
     for fmt in FORMATS:
         cache = LatentCache.allocate(1, 4, format=fmt, **({"scale": 1.0} if fmt == "fp8" else {}))

@@ -67,20 +67,83 @@ def e2m1_of(y):
 
 
 @triton.jit
-def mx_blocks(x, EVEN: tl.constexpr):
-    """[n] values -> (packed e2m1 bytes [n // 2], E8M0 bytes [n // 32] as int32, int32 [n // 32, 32] saturation flags)."""
-    x = tl.reshape(x, [x.shape[0] // 32, 32])
+def mx_scales(x, EVEN: tl.constexpr):
+    """[blocks, 32] values -> E8M0 bytes [blocks] as int32, 255 where a block holds a NaN."""
     nan = tl.max(is_nan(x).to(tl.int32), 1) != 0
     magnitude = bits_of(tl.abs(tl.where(is_nan(x), 0.0, x)))  # ordered like the values
     amax = tl.max(magnitude, 1)
     if EVEN:
         amax += 0x200000  # round up to the next power of two from 1.75 on
-    byte = tl.maximum((amax >> 23) - 2, 0)
+    return tl.where(nan, 255, tl.maximum((amax >> 23) - 2, 0))
+
+
+@triton.jit
+def mx_codes(x, byte):
+    """[blocks, 32] values under the scales ``byte`` -> (e2m1 codes, int32 saturation flags), both [blocks, 32]."""
     inverse = (tl.maximum(254 - byte, 1) << 23).to(tl.float32, bitcast=True)
-    y = tl.where(nan[:, None], 0.0, x * inverse[:, None])
-    low, high = tl.split(tl.reshape(e2m1_of(y), [x.shape[0], 16, 2]))
-    packed = tl.reshape(low | (high << 4), [x.shape[0] * 16])
-    return packed, tl.where(nan, 255, byte), (tl.abs(y) >= 7.0).to(tl.int32)
+    y = tl.where((byte == 255)[:, None], 0.0, x * inverse[:, None])
+    return e2m1_of(y), (tl.abs(y) >= 7.0).to(tl.int32)
+
+
+@triton.jit
+def mx_blocks(x, EVEN: tl.constexpr):
+    """[n] values -> (packed e2m1 bytes [n // 2], E8M0 bytes [n // 32] as int32, int32 [n // 32, 32] saturation flags)."""
+    x = tl.reshape(x, [x.shape[0] // 32, 32])
+    byte = mx_scales(x, EVEN)
+    codes, saturated = mx_codes(x, byte)
+    low, high = tl.split(tl.reshape(codes, [x.shape[0], 16, 2]))
+    return tl.reshape(low | (high << 4), [x.shape[0] * 16]), byte, saturated
+
+
+@triton.jit
+def row320_bytes(codes):
+    """e2m1 codes [blocks, 32] -> bytes [blocks * 16] with the signs where mxfp4_row320 wants them.
+
+    Of eight codes, byte m takes the magnitudes of codes 2m and 2m + 1 and the signs of codes m (bit 7) and 4 + m (bit 3).
+    """
+    words: tl.constexpr = codes.shape[0] * 4
+    low, high = tl.split(tl.reshape(codes & 7, [words, 4, 2]))
+    first, second = tl.split(tl.permute(tl.reshape(codes & 8, [words, 2, 4]), (0, 2, 1)))
+    return tl.reshape(low | (high << 4) | second | (first << 4), [words * 4])
+
+
+@triton.jit
+def largest_of(byte, counts):
+    """Largest byte among the blocks that count, -1 if none does."""
+    return tl.max(tl.where(counts, byte, -1), 0)
+
+
+@triton.jit
+def append_row320(row, x, xr, EVEN: tl.constexpr):
+    """Write a row of mxfp4_row320 (leanmla/formats/mxfp4_row320.py); returns the number of values that were clipped."""
+    x = tl.reshape(x, [16, 32])
+    xr = tl.reshape(xr, [2, 32])
+    byte = mx_scales(x, EVEN)
+    byte_r = mx_scales(xr, EVEN)
+    nan = byte == 255
+    nan_r = byte_r == 255
+    lowest = tl.maximum(largest_of(byte, nan == 0), largest_of(byte_r, nan_r == 0)) - 26
+    byte = tl.maximum(byte, lowest)
+    byte_r = tl.maximum(byte_r, lowest)
+    codes, saturated = mx_codes(x, byte)
+    codes_r, saturated_r = mx_codes(xr, byte_r)
+    # Blocks of zeros and NaN blocks have no exponent.
+    counts = tl.max(codes & 7, 1) != 0
+    counts_r = tl.max(codes_r & 7, 1) != 0
+    exponent = tl.maximum(largest_of(byte, counts), largest_of(byte_r, counts_r))
+    exponent = tl.where(exponent < 0, 127, tl.maximum(exponent, 14))
+    deficit = 4 * tl.where(nan, 27, tl.where(counts, exponent - byte, 0))
+    deficit_r = 4 * tl.where(nan_r, 27, tl.where(counts_r, exponent - byte_r, 0))
+    has_nan = tl.maximum(tl.max(nan.to(tl.int32), 0), tl.max(nan_r.to(tl.int32), 0)) != 0
+    tl.store(row + tl.arange(0, 256), row320_bytes(codes).to(tl.uint8))
+    tl.store(row + 256 + tl.arange(0, 32), row320_bytes(codes_r).to(tl.uint8))
+    b = tl.arange(0, 16)
+    tl.store(row + 288 + 4 * (b % 4) + b // 4, deficit.to(tl.uint8))
+    tl.store(row + 304 + tl.arange(0, 2), deficit_r.to(tl.uint8))
+    # Bytes 306..319: the exponent, or 255 and then the exponent, and zeros.
+    rest = tl.where(b == 2, tl.where(has_nan, 255, exponent), tl.where((b == 3) & has_nan, exponent, 0))
+    tl.store(row + 304 + b, rest.to(tl.uint8), mask=b >= 2)
+    return tl.sum(saturated) + tl.sum(saturated_r)
 
 
 @triton.jit
@@ -103,7 +166,7 @@ def append_kernel(
     stride_scale_token,
     FORMAT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    EVEN: tl.constexpr,  # mxfp4: scale rule "even", else "floor"
+    EVEN: tl.constexpr,  # mxfp4, mxfp4_row320: scale rule "even", else "floor"
 ):
     i = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + i * stride_slots).to(tl.int64)
@@ -142,6 +205,8 @@ def append_kernel(
         tl.store(scales + tl.arange(0, 16), byte.to(tl.uint8))
         tl.store(scales + 16 + tl.arange(0, 2), byte_r.to(tl.uint8))
         count = tl.sum(saturated) + tl.sum(saturated_r)
+    elif FORMAT == "mxfp4_row320":
+        count = append_row320(row, x, xr, EVEN)
     else:
         tiles = tl.reshape(x, [4, 128])
         magnitude = bits_of(tl.abs(tiles))
