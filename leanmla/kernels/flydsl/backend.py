@@ -22,7 +22,7 @@ from .toolchain import flydsl_missing
 __all__ = ["BACKEND", "FORMATS", "FlyDslBackend", "Workspace", "unsupported"]
 
 ARCH = "gfx950"
-FORMATS = ("bf16", "fp8", "mxfp4")
+FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 MAX_SPLITS = 32767  # its square has to fit 31 bits
 STATUS = "built and emulated, not yet run on hardware"
 

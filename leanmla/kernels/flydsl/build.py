@@ -24,6 +24,7 @@ from .spec import (
     LDS_LIMIT,
     NUM_THREADS,
     PLAN_ARGS,
+    PRECISIONS,
     CombineSpec,
     DecodeSpec,
     PlanSpec,
@@ -145,28 +146,33 @@ def _compile(spec: DecodeSpec | CombineSpec | PlanSpec, target: str) -> tuple[by
     return compile_launcher(launcher, spec.name, _placeholders(table), target=target, hints=hints)
 
 
-def build(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
+def build(problem: DecodeProblem, target: str = "gfx950", *, precision: str = "16bit") -> BuiltKernel:
     """Compile the FlyDSL kernels that run ``problem``, on any machine with flydsl installed: no GPU, no ROCm.
 
     Args:
         problem: shapes and options; the grid covers them as a capacity.
         target: "gfx950".
+        precision: "16bit", or "a8" (fp8 caches): queries rounded to e4m3, errors of 2.5e-2 instead of 2e-3.
 
     Returns:
         The decode kernel; ``launches`` lists it with what has to run before and after it (plan, combine).
 
     Raises:
-        InvalidArgument: another target. BackendUnavailable: flydsl is missing, or the kernels do not cover the problem.
+        InvalidArgument: another target or precision. BackendUnavailable: flydsl is missing, or the kernels do not cover the problem.
     """
     from .backend import unsupported
 
     if target not in TARGETS:
         raise InvalidArgument(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
+    if precision not in PRECISIONS:
+        raise InvalidArgument(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}.")
+    if precision == "a8" and problem.format != "fp8":
+        raise InvalidArgument(f"precision: 'a8' multiplies fp8 caches, this one is {problem.format}. Use '16bit'.")
     reason = flydsl_missing() or unsupported(problem)
     if reason:
         raise BackendUnavailable(f"cannot build FlyDSL kernels for {problem}: {reason}.")
-    shape = work_shape(problem)
-    spec = DecodeSpec.for_problem(problem, shape.split_mode)
+    shape = work_shape(problem, precision=precision)
+    spec = DecodeSpec.for_problem(problem, shape.split_mode, precision)
     batch = problem.batch
     q_len = 0 if problem.ragged_q or not batch else problem.total_q // batch
     plan = combine = None

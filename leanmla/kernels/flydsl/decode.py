@@ -50,6 +50,7 @@ SENTINEL = -3.0e38
 NEGATIVE_INFINITY_BITS = -(1 << 23)  # 0xFF800000
 
 QK_STEPS = 18  # 576 / 32
+TILE_STEPS = 4  # of these, in 128 values
 DIM_BLOCKS = 8  # 128 dims a wave / 16
 V = fx.Vector
 
@@ -116,15 +117,17 @@ def _load_query(spec: DecodeSpec, address, lane):
     """Operand B of the score product: 8 values at dims 32 k + 8 group, for 18 steps."""
     group = lanes.mfma_group(lane)
     if spec.scaled_scores:
-        return scaled.load_query(address + ops.widen(group * 32), lane)
+        return scaled.load_query(address + ops.widen(group * 32), lane, spec.query_terms)
     address = address + ops.widen(group * 16)
     return [ops.global_load(address, fx.BFloat16, 8, offset=64 * k) for k in range(QK_STEPS)]
 
 
-def _scores(spec: DecodeSpec, lds, key_row, query, operands):
+def _scores(spec: DecodeSpec, lds, key_row, query, operands, scale_keys):
     """Raw scores of this wave's keys: one vector of 4 keys for each of its 16-key subtiles."""
     if spec.scaled_scores:
         return [scaled.scores(query, *operands)]
+    if spec.tile_scales:
+        return [_tile_scaled_scores(spec, lds, key_row, query, subtile, scale_keys) for subtile in range(spec.row_tiles)]
     scores = []
     for subtile in range(spec.row_tiles):
         # Two accumulators halve the chain of dependent MFMAs.
@@ -134,6 +137,25 @@ def _scores(spec: DecodeSpec, lds, key_row, query, operands):
             sums[k & 1] = ops.mfma_bf16(keys, query[k], sums[k & 1])
         scores.append(sums[0] + sums[1])
     return scores
+
+
+def _tile_scaled_scores(spec: DecodeSpec, lds, key_row, query, subtile, scale_keys):
+    """Scores where each 128 values of a key have a scale: a sum for each of them, scaled in fp32, and one for the rope part."""
+    offset = subtile * 16 * ROW_BYTES
+    total = _zero4()
+    for k in range(4 * TILE_STEPS, QK_STEPS):
+        total = ops.mfma_bf16(lds.load(key_row, fx.BFloat16, 8, offset=offset + 64 * k), query[k], total)
+    for tile in range(4):
+        part = _zero4()
+        for k in range(TILE_STEPS * tile, TILE_STEPS * (tile + 1)):
+            part = ops.mfma_bf16(lds.load(key_row, fx.BFloat16, 8, offset=offset + 64 * k), query[k], part)
+        total = total + part * _key_scales(spec, lds, scale_keys, tile, 16 * subtile)
+    return total
+
+
+def _key_scales(spec: DecodeSpec, lds, first_key, tile, key_offset):
+    """fp32 scales of 4 keys of the tile in LDS, for their values 128 tile .. + 127 (tile: int, or 256 bytes each in ``first_key``)."""
+    return lds.load(first_key, fx.Float32, 4, offset=spec.lds.scales + tile * 4 * TILE + key_offset * 4)
 
 
 def _capped(spec: DecodeSpec, x, scale, logit_cap):
@@ -158,7 +180,7 @@ def _score_tile(spec: DecodeSpec, lds, at, query, operands, first_key, maxima):
     """Steps 3 and 4: (which keys this row sees, scores, new maxima, factors that bring older sums to them)."""
     layout = spec.lds
     seen, values = [], []
-    for subtile, raw in enumerate(_scores(spec, lds, at.key_row, query, operands)):
+    for subtile, raw in enumerate(_scores(spec, lds, at.key_row, query, operands, at.score_scales)):
         for element in range(4):
             key = first_key + at.first_score_key + (16 * subtile + element)
             visible = key < at.row_keys
@@ -184,6 +206,32 @@ def _score_tile(spec: DecodeSpec, lds, at, query, operands, first_key, maxima):
     return seen, values, new_maxima, factors
 
 
+def _probabilities(spec: DecodeSpec, lds, at, chunk):
+    """Operand B of the value product for each row tile: terms to multiply one after the other, of 8 probabilities.
+
+    fp8_tile128: a probability times its key's scale for this wave's 128 dims, as the sum of two bf16. Rounded to one, the product
+    would lose 8 bits where the probability alone is exact: a sequence of one key would get a rounded scale.
+    """
+    offset = spec.lds.probabilities
+    if not spec.tile_scales:
+        return [
+            [lds.load(at.probability_row, fx.BFloat16, 8, offset=offset + (2 * tile + chunk) * 1024)] for tile in range(spec.row_tiles)
+        ]
+    first = lanes.KEYS_PER_CHUNK * chunk
+    scales = [_key_scales(spec, lds, at.value_scales, 0, first + 16 * half) for half in range(2)]
+    scaled_rows = []
+    for tile in range(spec.row_tiles):
+        values = []
+        for half in range(2):
+            p = lds.load(at.probability_row, fx.Float32, 4, offset=offset + (2 * tile + chunk) * 2048 + 16 * half)
+            product = p * scales[half]
+            values += [product[i] for i in range(4)]
+        high = ops.pack_bf16(values)
+        kept = high.to(fx.Float32)
+        scaled_rows.append([high, ops.pack_bf16([values[i] - kept[i] for i in range(8)])])
+    return scaled_rows
+
+
 def _value_tile(spec: DecodeSpec, lds, at, seen, values, new_maxima, factors, total, accumulators):
     """Steps 5 and 6: the new (total, accumulators)."""
     layout = spec.lds
@@ -196,12 +244,11 @@ def _value_tile(spec: DecodeSpec, lds, at, seen, values, new_maxima, factors, to
             p = ops.select(seen[i], ops.exp2(values[i] - own), fx.Float32(0.0))
             total = total + p
             quad.append(p)
-        # Subtiles are placed in pairs: chunk = subtile / 2, halves of a 16-byte slot = subtile % 2.
-        if spec.row_tiles == 1:
-            lds.store(at.probability_slot, ops.pack_bf16(quad), offset=layout.probabilities, align=8)
-        else:
-            place = (subtile >> 1) * 1024 + (subtile & 1) * 8
-            lds.store(at.probability_slot, ops.pack_bf16(quad), offset=layout.probabilities + place, align=8)
+        # Subtiles are placed in pairs: chunk = subtile / 2, halves of a slot of 8 probabilities = subtile % 2.
+        width = spec.probability_bytes
+        place = ((subtile >> 1) * 512 + (subtile & 1) * 4) * width
+        stored = V.from_elements(quad, fx.Float32) if spec.tile_scales else ops.pack_bf16(quad)
+        lds.store(at.probability_slot, stored, offset=layout.probabilities + place, align=4 * width)
     ops.barrier()
 
     new_accumulators = []
@@ -209,10 +256,7 @@ def _value_tile(spec: DecodeSpec, lds, at, seen, values, new_maxima, factors, to
         for block in range(DIM_BLOCKS):
             new_accumulators.append(accumulators[tile * DIM_BLOCKS + block] * factors[tile])
     for chunk in range(TILE // lanes.KEYS_PER_CHUNK):
-        probabilities = [
-            lds.load(at.probability_row, fx.BFloat16, 8, offset=layout.probabilities + (2 * tile + chunk) * 1024)
-            for tile in range(spec.row_tiles)
-        ]
+        probabilities = _probabilities(spec, lds, at, chunk)
         for block in range(DIM_BLOCKS):
             offset = chunk * lanes.KEYS_PER_CHUNK * ROW_BYTES + block * 32
             low = lds.load_transposed(at.value_row, offset=offset)
@@ -220,7 +264,8 @@ def _value_tile(spec: DecodeSpec, lds, at, seen, values, new_maxima, factors, to
             transposed = low.shuffle(high, list(range(8)))
             for tile in range(spec.row_tiles):
                 i = tile * DIM_BLOCKS + block
-                new_accumulators[i] = ops.mfma_bf16(transposed, probabilities[tile], new_accumulators[i])
+                for term in probabilities[tile]:
+                    new_accumulators[i] = ops.mfma_bf16(transposed, term, new_accumulators[i])
     return total, new_accumulators
 
 
@@ -289,6 +334,7 @@ def make_decode(spec: DecodeSpec):
         scale = sm_scale * key_scale * (1.0 if spec.has_cap else LOG2_E)
         source_row, source_column = lanes.transposed_read_source(lane)
         first_subtile = key_group * spec.row_tiles
+        width = spec.probability_bytes
         at = SimpleNamespace(
             wave=wave, group=group, row16=row16, row_tile=row_tile, scale=scale, logit_cap=logit_cap,
             row_keys=_visible_keys(spec, kv_len, rows_q, query_index),
@@ -296,8 +342,11 @@ def make_decode(spec: DecodeSpec):
             key_row=(first_subtile * 16 + row16) * ROW_BYTES + group * 16,
             value_row=(group * 4 + source_row) * ROW_BYTES + source_column * 2 + wave * 256,
             maximum_slot=row16 * 16 + (row_tile * spec.key_groups + key_group) * 4,
-            probability_slot=row_tile * 2048 + (first_subtile >> 1) * 1024 + (first_subtile & 1) * 8 + row16 * 64 + group * 16,
-            probability_row=row16 * 64 + group * 16,
+            probability_slot=(row_tile * 1024 + (first_subtile >> 1) * 512 + (first_subtile & 1) * 4 + row16 * 32 + group * 8) * width,
+            probability_row=(row16 * 32 + group * 8) * width,
+            # fp8_tile128: scales of this lane's 4 keys of a subtile; of its keys of a chunk, for the wave's 128 dims
+            score_scales=(first_subtile * 16 + group * 4) * 4,
+            value_scales=(wave * TILE + group * 4) * 4,
             first_score_key=first_subtile * 16 + group * 4,
         )  # fmt: skip
         # A split ends where the next begins, so no row sees past it.
@@ -329,7 +378,7 @@ def make_decode(spec: DecodeSpec):
             seen, values, maxima, factors = _score_tile(spec, lds, at, query, operands, first_key, maxima)
             if fx.const_expr(spec.hides_keys):  # noqa: SIM102 (one is decided while compiling, the other on the device)
                 if first_key + TILE > first_hidden:
-                    staging.drop_non_finite(spec.format, lds, thread)
+                    staging.drop_non_finite(spec, lds, thread)
             total, accumulators = _value_tile(spec, lds, at, seen, values, maxima, factors, total, accumulators)
             ops.barrier()
 

@@ -26,7 +26,7 @@ __all__ = [
     "maximum",
     "maximum_int",
     "mfma_bf16",
-    "mfma_fp4_fp8",
+    "mfma_scaled",
     "minimum",
     "own_copy",
     "pack_bf16",
@@ -248,16 +248,19 @@ def mfma_bf16(a, b, c):
     return V(fx.rocdl.mfma_f32_16x16x32_bf16(kind, [_ir(a), _ir(b), _ir(c), 0, 0, 0]), (4,), fx.Float32)
 
 
-def mfma_fp4_fp8(a, a_scale, b, b_scale, c, *, b_byte: int):
+def mfma_scaled(a, a_scale, b, b_scale, c, *, b_byte: int):
     """``v_mfma_scale_f32_16x16x128_f8f6f4``: c + (a * 2^(a_scale - 127)) @ (b * 2^(b_scale - 127)).T over 128 elements.
 
-    a: 32 E2M1 codes a lane (int32 x 4), b: 32 e4m3 a lane (int32 x 8); scales: E8M0, one for 32 elements, in byte 0 and in byte
-    ``b_byte``. See scaled.py.
+    a: 32 values a lane, E2M1 (int32 x 4) or e4m3 (int32 x 8); b: 32 e4m3 a lane (int32 x 8); scales: E8M0, one for 32 elements, in
+    byte 0 and in byte ``b_byte``. See scaled.py.
     """
     kind = V.make_type(4, fx.Float32)
-    a = a.shuffle(V.filled(4, 0, fx.Int32), list(range(8)))  # the builder takes 8 registers; the instruction reads 4
     e2m1, e4m3 = 4, 0
-    operands = [_ir(a), _ir(b), _ir(c), e2m1, e4m3, 0, _ir(a_scale), b_byte, _ir(b_scale)]
+    a_type = e4m3
+    if a.numel == 4:
+        a_type = e2m1
+        a = a.shuffle(V.filled(4, 0, fx.Int32), list(range(8)))  # the builder takes 8 registers; the instruction reads 4
+    operands = [_ir(a), _ir(b), _ir(c), a_type, e4m3, 0, _ir(a_scale), b_byte, _ir(b_scale)]
     return V(fx.rocdl.mfma_scale_f32_16x16x128_f8f6f4(kind, operands), (4,), fx.Float32)
 
 

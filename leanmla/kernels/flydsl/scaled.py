@@ -1,24 +1,25 @@
-"""mxfp4 keys as they are: scores by ``v_mfma_scale_f32_16x16x128_f8f6f4``, E2M1 keys with E8M0 scales times e4m3 queries.
+"""Keys as they are: scores by ``v_mfma_scale_f32_16x16x128_f8f6f4``, E2M1 keys with E8M0 scales, or e4m3 keys, times e4m3 queries.
 
-For blocks of 16 rows. A wave scores 16 keys of a tile; their bytes come from memory in the order of operand A and never pass
+For blocks of 16 rows: mxfp4, and fp8 with precision "a8". A wave scores 16 keys of a tile; their bytes come from memory in the order of operand A and never pass
 through LDS, which then holds only values. That saves the 74 KB that a tile's scores would read from LDS, of 213 KB.
 
 A bf16 query value is the sum of two e4m3 numbers: the nearest (4 significant bits), and what is left, a multiple of the value's
 last bit below half the first one's: 4 more bits, so nothing is lost. Each block of 32 query values is first brought to a largest
 magnitude of 128..256 by a power of two, its scale; values 2^-14 below the block's largest begin to lose bits, at 2^-20 of the largest.
-Two MFMAs a step, the second with 2^-5 of the scale. One power of two a row would not do: a query with one large rope value and small
+Two MFMAs a step, the second with 2^-5 of the scale; "a8" leaves the second term out. One power of two a row would not do: a query with one large rope value and small
 latent ones, as offsets of all logits make it, would lose the latent part.
 
 ================  ====================================================================================================
 register          lane (row = lane & 15, group = lane >> 4)
 ================  ====================================================================================================
-key operand       values 128 step + 32 group .. + 31 of key ``row``: 16 bytes
-key scale         block 4 step + group of key ``row``: byte 0 of a register
+key operand       mxfp4: values 128 step + 32 group .. + 31 of key ``row``: 16 bytes
+                  fp8: values 128 step + 16 group .. + 15, then the same 64 further, of key ``row``: 32 bytes
+key scale         mxfp4: block 4 step + group of key ``row``: byte 0 of a register; fp8: 1
 query operand     values 128 step + 16 group .. + 15, then the same 64 further, of query row ``row``: 32 bytes
 query scale       block 4 step + group of query row ``row``, whose values other lanes hold: bytes 0 and 1 for the two terms
 ================  ====================================================================================================
 
-The fifth step has 64 values: groups 2 and 3 multiply zeros, with scale 1.
+The fifth step has 64 values: with mxfp4 groups 2 and 3 multiply zeros, with scale 1; with fp8 every group's second run is zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import flydsl.expr as fx
 
 from . import lanes, ops
 from .pages import KeyRows, data_address, page_of, scale_address
-from .spec import ROW_BYTES
+from .spec import ROW_BYTES, DecodeSpec
 
 __all__ = ["find_pages", "load", "load_query", "no_pages", "nothing_held", "operands", "scores", "write"]
 
@@ -60,16 +61,21 @@ def find_pages(rows: KeyRows, first_key):
     return [page_of(rows, first_key if rows.spec.tile_in_page else _own_key(rows.thread, first_key))]
 
 
-def nothing_held():
+def nothing_held(spec: DecodeSpec):
     """What load returns, before there is anything to load."""
+    if spec.format == "fp8":
+        return {"data": [V.filled(4, 0, fx.Int32) for _ in range(2 * STEPS - 1)]}
     words = [V.filled(4, 0, fx.Int32) for _ in range(STEPS)]
     return {"data": words, "scales": [fx.Int32(0) for _ in range(STEPS)], "shift": fx.Int32(0)}
 
 
 def load(rows: KeyRows, pages, first_key):
-    """Start the loads of this lane's key: its 16 bytes of each step and its scales."""
+    """Start the loads of this lane's key: its 16 or 32 bytes of each step and its scales."""
     key = _own_key(rows.thread, first_key)
     group = lanes.mfma_group(rows.thread & 63)
+    if rows.spec.format == "fp8":
+        address = data_address(rows, pages[0], key) + ops.widen(group * 16)
+        return {"data": [ops.global_load(address, fx.Int32, 4, offset=64 * run) for run in range(2 * STEPS - 1)]}
     in_last_step = group < 2
     address = data_address(rows, pages[0], key) + ops.widen(group * 16)
     data = [ops.global_load(address, fx.Int32, 4, offset=64 * step) for step in range(STEPS - 1)]
@@ -83,8 +89,12 @@ def load(rows: KeyRows, pages, first_key):
     return {"data": data, "scales": [*(first[i] for i in range(4)), last], "shift": fx.Int32(address) & 3}
 
 
-def operands(thread, held):
+def operands(spec: DecodeSpec, thread, held):
     """What :func:`load` brought as MFMA operands: ([5] words of keys, [5] scale bytes). They outlive the next tile's loads."""
+    if spec.format == "fp8":
+        runs = [*(ops.own_copy(words) for words in held["data"]), V.filled(4, 0, fx.Int32)]
+        words = [runs[2 * step].shuffle(runs[2 * step + 1], list(range(8))) for step in range(STEPS)]
+        return words, [fx.Int32(SCALE_ONE) for _ in range(STEPS)]
     words, shift = held["scales"], held["shift"]
     shifted = [ops.align_bytes(words[i + 1] if i + 1 < STEPS else fx.Int32(0), words[i], shift) & 255 for i in range(STEPS)]
     in_last_step = lanes.mfma_group(thread & 63) < 2
@@ -93,9 +103,19 @@ def operands(thread, held):
     return [ops.own_copy(words) for words in held["data"]], [scales[step] for step in range(STEPS)]
 
 
-def write(lds, thread, data, scales) -> None:
+def write(spec: DecodeSpec, lds, thread, data, scales) -> None:
     """Values to LDS: the first four steps of this lane's key as bf16, 32 values a step."""
     lane = thread & 63
+    if spec.format == "fp8":
+        row = ((thread >> 6) * 16 + lanes.mfma_row(lane)) * ROW_BYTES + lanes.mfma_group(lane) * 32
+        one = fx.Float32(1.0)
+        for step in range(STEPS - 1):
+            for quarter in range(4):  # 8 of the lane's 32 values, 16 bytes of bf16
+                words = [data[step][2 * quarter + i] for i in range(2)]
+                pairs = [ops.bf16_from_fp8(word, one, half).bitcast(fx.Int32)[0] for word in words for half in range(2)]
+                offset = 256 * step + 128 * (quarter // 2) + 16 * (quarter % 2)
+                lds.store(row, V.from_elements(pairs, fx.Int32), offset=offset)
+        return
     row = ((thread >> 6) * 16 + lanes.mfma_row(lane)) * ROW_BYTES + lanes.mfma_group(lane) * 64
     for step in range(STEPS - 1):
         scale = (scales[step] << 23).bitcast(fx.Float32)
@@ -111,8 +131,8 @@ def write(lds, thread, data, scales) -> None:
 # -- queries ------------------------------------------------------------------------------------------------------------
 
 
-def load_query(address, lane):
-    """([5] first terms, [5] second terms, [5] scales): operand B of a query row.
+def load_query(address, lane, terms: int):
+    """(for each of ``terms`` 1 or 2: [5] steps, [5] scales): operand B of a query row.
 
     ``address`` is the row's, plus 32 bytes a lane group. A scale register holds the first term's byte, then the second's.
     """
@@ -138,12 +158,13 @@ def load_query(address, lane):
             first = ops.pack_fp8(values)
             kept = ops.unpack_fp8(first)
             high.append(first)
-            low.append(ops.pack_fp8([(values[i] - kept[i]) * float(1 << LOW_SHIFT) for i in range(4)]))
+            if terms == 2:
+                low.append(ops.pack_fp8([(values[i] - kept[i]) * float(1 << LOW_SHIFT) for i in range(4)]))
     zeros = [fx.Int32(0)] * 4
     exponents.append(fx.Int32(LEAST_EXPONENT))  # of the half of the last step that is zeros
     split = lambda words: [V.from_elements((words + zeros)[8 * step : 8 * step + 8], fx.Int32) for step in range(STEPS)]  # noqa: E731
     scales = [_block_scale(exponents[2 * step], exponents[2 * step + 1], lane) for step in range(STEPS)]
-    return split(high), split(low), scales
+    return [split(words) for words in ([high, low] if terms == 2 else [high])], scales
 
 
 def _block_scale(low_half, high_half, lane):
@@ -164,9 +185,11 @@ def _block_scale(low_half, high_half, lane):
 
 def scores(query, data, scales):
     """Scores of the wave's 16 keys: 4 keys a lane."""
-    high, low, query_scales = query
+    terms, query_scales = query
+    # Two accumulators halve the chain of dependent MFMAs: one a term, or with one term the even and the odd steps.
     sums = [V.filled(4, 0.0, fx.Float32) for _ in range(2)]
     for step in range(STEPS):
-        for term, words in enumerate((high[step], low[step])):
-            sums[term] = ops.mfma_fp4_fp8(data[step], scales[step], words, query_scales[step], sums[term], b_byte=term)
+        for term, words in enumerate(terms):
+            place = term if len(terms) == 2 else step & 1
+            sums[place] = ops.mfma_scaled(data[step], scales[step], words[step], query_scales[step], sums[place], b_byte=term)
     return sums[0] + sums[1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...problem import DIMS, DecodeProblem
 
 __all__ = [
-    "COMBINE_ARGS", "COMBINE_THREADS", "DECODE_ARGS", "LDS_LIMIT", "NUM_THREADS", "PLAN_ARGS", "SPLIT_MODES", "TILE", "CombineSpec",
+    "COMBINE_ARGS", "COMBINE_THREADS", "DECODE_ARGS", "LDS_LIMIT", "NUM_THREADS", "PLAN_ARGS", "PRECISIONS", "SPLIT_MODES", "TILE", "CombineSpec",
     "DecodeSpec", "LdsLayout", "PlanSpec", "row_tiles_for",
 ]  # fmt: skip
 
@@ -89,6 +89,10 @@ PLAN_ARGS: tuple[tuple[str, str, str], ...] = (
     ("fan_log2", "i32", "log2 of the threads that write one sequence's items: 256 / fan >= min(batch, 256)"),
 )
 
+#: What a query value is while it is multiplied. "16bit": bf16, exactly. "a8" (fp8 caches): e4m3 with a power of two for each 32
+#: values; errors of 2.5e-2 instead of 2e-3, so only where it is asked for.
+PRECISIONS = ("16bit", "a8")
+
 #: "one": not split. "count": exactly num_splits. "balanced", "size": what plan.py wrote into the item table.
 SPLIT_MODES = ("one", "count", "balanced", "size")
 
@@ -100,6 +104,7 @@ class LdsLayout:
     keys: int
     probabilities: int
     maxima: int
+    scales: int  #: fp8_tile128: fp32 [4 tiles of 128 values][TILE keys]
     size: int
 
 
@@ -116,21 +121,38 @@ class DecodeSpec:
     ragged_q: bool
     has_cap: bool
     split_mode: str  #: one of SPLIT_MODES
+    precision: str = "16bit"  #: one of PRECISIONS
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
         flags = ("_causal" if self.causal else "") + ("_ragged" if self.ragged_q else "") + ("_cap" if self.has_cap else "")
+        flags += "_a8" if self.precision == "a8" else ""
         pages = "contiguous" if self.table_kind == "contiguous" else f"{self.table_kind}{self.page_size}"
         return f"mla_decode_{self.format}_h{self.num_heads}_r{16 * self.row_tiles}_{pages}_{self.split_mode}{flags}"
 
     @property
     def scaled_scores(self) -> bool:
-        """Whether scores multiply E2M1 keys as they are (scaled.py) instead of bf16 from LDS.
+        """Whether scores multiply the keys' own bytes (scaled.py) instead of bf16 from LDS.
 
         Only for 16 rows: more would have several waves load the same keys.
         """
-        return self.format == "mxfp4" and self.row_tiles == 1
+        return self.row_tiles == 1 and (self.format == "mxfp4" or self.precision == "a8")
+
+    @property
+    def query_terms(self) -> int:
+        """e4m3 numbers that make a query value where scores multiply bytes: two hold a bf16 exactly, one is a8."""
+        return 1 if self.precision == "a8" else 2
+
+    @property
+    def tile_scales(self) -> bool:
+        """Whether a key has an fp32 scale for each 128 of its latent values (fp8_tile128)."""
+        return self.format == "fp8_tile128"
+
+    @property
+    def probability_bytes(self) -> int:
+        """Bytes a probability takes in LDS: 4 where it is still to be multiplied by a key's scale, so that it is rounded once."""
+        return 4 if self.tile_scales else 2
 
     @property
     def hides_keys(self) -> bool:
@@ -162,30 +184,33 @@ class DecodeSpec:
         """Blocks that fit a compute unit, by LDS (160 KiB) and registers (512 a lane, shared by resident waves).
 
         64 rows take 83 KB of LDS and 350 registers. 32 rows of a bf16 cache fit by LDS but not by registers: 72 of q,
-        72 of the next tile and 64 of accumulators leave too few of 256, so held to that they would spill.
+        72 of the next tile and 64 of accumulators leave too few of 256, so held to that they would spill. 32 rows of fp8_tile128
+        fit by neither: 84 KB, since its probabilities take 4 bytes.
         """
-        return 1 if self.row_tiles == 4 or (self.row_tiles == 2 and self.format == "bf16") else 2
+        return 1 if self.row_tiles == 4 or (self.row_tiles == 2 and self.format in ("bf16", "fp8_tile128")) else 2
 
     @property
     def lds(self) -> LdsLayout:
         keys = 0
         probabilities = keys + TILE * ROW_BYTES
-        maxima = probabilities + self.row_tiles * 16 * TILE * 2
-        return LdsLayout(keys, probabilities, maxima, maxima + 16 * NUM_WAVES * 4)
+        maxima = probabilities + self.row_tiles * 16 * TILE * self.probability_bytes
+        scales = maxima + 16 * NUM_WAVES * 4
+        return LdsLayout(keys, probabilities, maxima, scales, scales + (4 * 4 * TILE if self.tile_scales else 0))
 
     @classmethod
-    def for_problem(cls, problem: DecodeProblem, split_mode: str) -> DecodeSpec:
-        """The kernel that runs ``problem``."""
+    def for_problem(cls, problem: DecodeProblem, split_mode: str, precision: str = "16bit") -> DecodeSpec:
+        """The kernel that runs ``problem``. a8 works on 16 rows a block; more rows are more blocks, which share keys through L2."""
         return cls(
             format=problem.format,
             num_heads=problem.num_heads,
-            row_tiles=row_tiles_for(problem.num_heads * problem.max_q_len),
+            row_tiles=1 if precision == "a8" else row_tiles_for(problem.num_heads * problem.max_q_len),
             table_kind=problem.table_kind,
             page_size=problem.page_size,
             causal=problem.causal and problem.max_q_len > 1,
             ragged_q=problem.ragged_q,
             has_cap=problem.logit_cap > 0,
             split_mode=split_mode,
+            precision=precision,
         )
 
 

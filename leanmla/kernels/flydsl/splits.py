@@ -39,13 +39,13 @@ class WorkShape:
 
 
 @functools.lru_cache(maxsize=256)
-def work_shape(problem: DecodeProblem, compute_units: int = MI355X_COMPUTE_UNITS) -> WorkShape:
+def work_shape(problem: DecodeProblem, compute_units: int = MI355X_COMPUTE_UNITS, precision: str = "16bit") -> WorkShape:
     """How ``problem`` is cut; ``num_kv_splits`` and ``split_size`` are taken as they are.
 
     Balanced: the planner's smallest candidate chunk is a quarter of the ideal share, so there are at most
     4 * num_workers + batch items, and never more than there are tiles (plus one an empty sequence).
     """
-    spec = DecodeSpec.for_problem(problem, "balanced")
+    spec = DecodeSpec.for_problem(problem, "balanced", precision)
     row_blocks = max(1, -(-problem.num_heads * problem.max_q_len // spec.rows))
     resident = compute_units * spec.blocks_per_cu
     workers = max(1, resident // row_blocks)
