@@ -14,7 +14,7 @@ latent = torch.randn(kv_len, 576).to(torch.bfloat16)
 q = torch.randn(1, heads, 576).to(torch.bfloat16)
 table = PageTable.contiguous(torch.tensor([0, kv_len], dtype=torch.int32))
 
-print(f"{'format':<12} {'bytes/token':>11} {'of bf16':>8} {'kernel error':>13} {'quantisation error':>19}")
+print(f"{'format':<13} {'bytes/token':>11} {'of bf16':>8} {'kernel error':>13} {'quantisation error':>19}")
 for name, fmt in formats.FORMATS.items():
     cache = LatentCache.allocate(kv_len, 1, format=name)
     cache.append(latent, torch.arange(kv_len))
@@ -24,4 +24,4 @@ for name, fmt in formats.FORMATS.items():
         unquantised = exact
     kernel = float((out.double() - exact).norm() / exact.norm())
     quantisation = float((exact - unquantised).norm() / unquantised.norm())
-    print(f"{name:<12} {fmt.bytes_per_token:>11} {fmt.bytes_per_token / 1152:>8.0%} {kernel:>13.1e} {quantisation:>19.1e}")
+    print(f"{name:<13} {fmt.bytes_per_token:>11} {fmt.bytes_per_token / 1152:>8.0%} {kernel:>13.1e} {quantisation:>19.1e}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from .errors import InvalidArgument
-from .formats import FORMATS, get
+from .formats import CONVERTIBLE, FORMATS, get
 from .formats.elements import MX_SCALE_RULES
 from .problem import DIMS
 
@@ -46,7 +46,7 @@ NUM_ROWS = 4
 
 @dataclass(frozen=True)
 class Variant:
-    """A format, and for ``mxfp4`` the rule that its block scales follow."""
+    """A format, and for ``mxfp4`` and ``mxfp4_row320`` the rule that its block scales follow."""
 
     format: str
     mx_scale_rule: str = ""
@@ -62,16 +62,19 @@ class Variant:
 
 
 def variants_named(names: Sequence[str] | None = None) -> list[Variant]:
-    """Formats as variants: ``mxfp4`` stands for both scale rules, ``mxfp4 floor`` for one. None: all there are.
+    """Formats as variants: ``mxfp4`` stands for both scale rules, ``mxfp4 floor`` for one.
+
+    None: all there are, one of those that hold the same values in two layouts.
 
     Raises:
         InvalidArgument: there is no such format or rule.
     """
     found: list[Variant] = []
-    for name in FORMATS if names is None else names:
+    twins = [twin for _, twin in CONVERTIBLE]
+    for name in [f for f in FORMATS if f not in twins] if names is None else names:
         name, _, rule = name.strip().partition(" ")
         fmt = get(name).name
-        rules = MX_SCALE_RULES if FORMATS[fmt].scale_kind == "block" else ("",)
+        rules = MX_SCALE_RULES if FORMATS[fmt].has_mx_rule else ("",)
         if rule and rule not in rules:
             raise InvalidArgument(
                 f"formats: expected a scale rule of {fmt} ({', '.join(r for r in rules if r) or 'it has none'}), got {rule!r}."

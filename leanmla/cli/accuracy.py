@@ -20,7 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--kv", default="1024,8192", help="keys a sequence, with commas (default: %(default)s)")
     parser.add_argument("--distributions", default="all", help=f"all, or some of {', '.join(DISTRIBUTIONS)} (default: all)")
-    parser.add_argument("--formats", default="all", help="all, or names with commas; mxfp4 stands for both of its scale rules")
+    parser.add_argument(
+        "--formats",
+        default="all",
+        help="all, or names with commas; mxfp4 stands for both of its scale rules, and for mxfp4_row320 among all",
+    )
     parser.add_argument("--heads", type=int, default=16, help="query heads (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
     parser.add_argument(

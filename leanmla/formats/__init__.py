@@ -16,7 +16,7 @@ __all__ = ["CONVERTIBLE", "FORMATS", "CacheFormat", "Quantized", "get", "no_kern
 
 FORMATS: dict[str, CacheFormat] = {f.name: f for f in (BF16(), FP8(), MXFP4(), FP8Tile128(), MXFP4Row320())}
 
-#: Pairs of formats that hold the same values, see :meth:`leanmla.LatentCache.convert`.
+#: Pairs of formats that hold the same values in two layouts, see :meth:`leanmla.LatentCache.convert`.
 CONVERTIBLE: tuple[tuple[str, str], ...] = (("mxfp4", "mxfp4_row320"),)
 
 

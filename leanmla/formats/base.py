@@ -29,6 +29,7 @@ class CacheFormat(ABC):
     storage_dtype: ClassVar[torch.dtype]  #: how kernels see the data tensor
     accepted_dtypes: ClassVar[tuple[torch.dtype, ...]]  #: dtypes a caller's data tensor may have
     scale_kind: ClassVar[str]  #: "none" | "per_tensor" | "block"
+    has_mx_rule: ClassVar[bool] = False  #: quantising follows an ``mx_scale_rule``
     bytes_per_token: ClassVar[int]
     layout: ClassVar[str]  #: one sentence for people
 
@@ -39,7 +40,7 @@ class CacheFormat(ABC):
         Args:
             latent: [n, 576] bf16, fp16 or fp32.
             scale: fp8 only: fp32 [1] to use; None takes amax / 448 of these rows.
-            mx_scale_rule: mxfp4 only: ``"even"`` or ``"floor"``.
+            mx_scale_rule: mxfp4 and mxfp4_row320 only: ``"even"`` or ``"floor"``.
         """
 
     @abstractmethod

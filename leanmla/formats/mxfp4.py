@@ -69,6 +69,7 @@ class MXFP4(CacheFormat):
     storage_dtype = torch.uint8
     accepted_dtypes = tuple(t for t in (getattr(torch, "float4_e2m1fn_x2", None), torch.uint8) if t is not None)
     scale_kind = "block"
+    has_mx_rule = True
     bytes_per_token = DIMS.qk_head_dim // 2 + NUM_BLOCKS
     layout = "288 bytes of E2M1 pairs (low nibble first); 18 E8M0 scales in a second tensor"
 

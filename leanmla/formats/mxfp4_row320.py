@@ -223,6 +223,7 @@ class MXFP4Row320(CacheFormat):
     storage_dtype = torch.uint8
     accepted_dtypes = (torch.uint8,)
     scale_kind = "none"
+    has_mx_rule = True
     bytes_per_token = ROW_BYTES
     layout = "288 bytes of E2M1 pairs with moved signs, 18 block exponents below a common one, in one row of 320 bytes"
 

@@ -44,7 +44,7 @@ def result(label: str, error: float, distribution: str = "normal") -> AccuracyRe
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("variant", ["fp8", "mxfp4 floor", "fp8_tile128"])
+@pytest.mark.parametrize("variant", ["fp8", "mxfp4 floor", "fp8_tile128", "mxfp4_row320 floor"])
 def test_it_measures_what_the_definition_computes(distribution, variant):
     """The same draws through LatentCache and mla_decode_reference give the same errors."""
     kv_len, heads = 100, 4
@@ -136,6 +136,7 @@ def test_the_keys_of_a_long_sequence_begin_with_those_of_the_first_chunk(monkeyp
 
 def test_variants():
     assert [v.label for v in variants_named()] == ["bf16", "fp8", "mxfp4 even", "mxfp4 floor", "fp8_tile128"]
+    assert [v.label for v in variants_named(["mxfp4_row320"])] == ["mxfp4_row320 even", "mxfp4_row320 floor"]
     assert [v.label for v in variants_named(["mxfp4 floor", "fp8", "fp8"])] == ["mxfp4 floor", "fp8"]
     for names, words in (
         (["int4"], "format: expected one of"),

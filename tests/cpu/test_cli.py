@@ -493,7 +493,7 @@ def test_support_table_does_not_depend_on_this_machine():
     with override(KNOWN["mi355x"].info):
         assert support.support_table() == table
     rows = [line for line in table.splitlines() if line.startswith("| `")]
-    assert len(rows) == 4 and all(row.count("|") == len(support.COLUMNS) + 2 for row in rows)
+    assert len(rows) == 5 and all(row.count("|") == len(support.COLUMNS) + 2 for row in rows)
 
 
 def test_support_table_is_put_between_its_markers(tmp_path, capsys):

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from leanmla import DecodePlan, LatentCache, PageTable, checks, device, formats
+from leanmla.formats import mxfp4_row320
 from leanmla.kernels.cpu import backend as cpu
 from leanmla.split_plan import plan_splits
 from leanmla.testing import DecodeCase, case_grid, compare, make_inputs
+from leanmla.testing.inputs import uneven_rows
 
 pytest.importorskip("numba", reason="numba is not installed")
 
@@ -56,7 +58,7 @@ def tile_of(data: torch.Tensor, scale: torch.Tensor | None, fmt: str, as_bf16: b
     n = len(data)
     assert n <= tiles.TILE
     tokens = find(data, scale, n, page_size=1)
-    table = torch.zeros(16, dtype=torch.int32)
+    table = torch.zeros(tiles.TABLE_BYTES // 4, dtype=torch.int32)
     tiles.write_e2m1_table(address(table))
     tile = torch.full((n, 576), torch.nan, dtype=torch.bfloat16 if as_bf16 else torch.float32)
     tiles.load_tile(address(tile), as_bf16, tiles.FORMAT_CODES[fmt], address(tokens), address(table))
@@ -86,6 +88,23 @@ def test_every_e2m1_code_under_every_scale(as_bf16):
         scale = torch.arange(first, first + 64).to(torch.uint8)[:, None].repeat(1, 18).contiguous()
         want = formats.get("mxfp4").dequantize(data, scale)
         assert same(tile_of(data, scale, "mxfp4", as_bf16), want)
+
+
+@pytest.mark.parametrize("as_bf16", [False, True])
+def test_rows_of_320_bytes(as_bf16):
+    """Every code in every place, every deficit in every block, every reference exponent; NaN blocks, blocks of zeros."""
+    codes = (torch.arange(576) + torch.arange(64)[:, None] * 5).to(torch.uint8) % 16
+    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+    for first in range(0, 256, 64):
+        top = torch.arange(first, first + 64)[:, None].clamp(max=254)
+        scale = (top - (torch.arange(18) * 3 + torch.arange(64)[:, None]) % 27).clamp(min=0).to(torch.uint8)
+        scale[::5, 7], scale[3::7, 17] = 255, 255
+        data = packed.clone()
+        data[1::3, 32:64] &= 0x88
+        rows = mxfp4_row320.from_ocp(data, scale)
+        assert same(tile_of(rows, None, "mxfp4_row320", as_bf16), formats.get("mxfp4").dequantize(data, scale))
+    rows = formats.get("mxfp4_row320").quantize(uneven_rows()).data
+    assert same(tile_of(rows, None, "mxfp4_row320", as_bf16), formats.get("mxfp4_row320").dequantize(rows, None))
 
 
 @pytest.mark.parametrize("as_bf16", [False, True])
@@ -381,7 +400,7 @@ def run(inputs, backend=cpu.BACKEND, **splits):
 
 
 @pytest.mark.parametrize("bf16_dot", [False, True])
-@pytest.mark.parametrize("case", case_grid(("bf16", "fp8", "mxfp4")), ids=lambda c: f"{c.kind}-{c.id}")
+@pytest.mark.parametrize("case", case_grid(("bf16", "fp8", "mxfp4", "mxfp4_row320")), ids=lambda c: f"{c.kind}-{c.id}")
 def test_both_forms_of_arithmetic(case, bf16_dot):
     """On a machine with bf16 instructions the fp32 form would otherwise run for few cases, and elsewhere the other."""
     inputs = make_inputs(case, seed=3)
@@ -421,12 +440,7 @@ def test_a_key_that_a_row_does_not_see_does_not_reach_it(fmt, bf16_dot):
     for heads, kv in ((5, 64), (16, 65), (3, 131), (128, 66)):
         inputs = make_inputs(DecodeCase((kv,), num_heads=heads, q_lens=3, format=fmt))
         clean = [t.clone() for t in run(inputs, backend)]
-        slot = int(inputs.table.slots(0)[-1])
-        page, offset = divmod(slot, inputs.cache.page_size)
-        row = inputs.cache.data[page, offset]
-        row.copy_(torch.full((576,), torch.nan, dtype=row.dtype) if fmt == "bf16" else torch.full_like(row, 0x7F))
-        if fmt == "mxfp4":
-            inputs.cache.scale[page, offset] = 255
+        inputs.cache.append(torch.full((1, 576), torch.nan), inputs.table.slots(0)[-1:])
         out, lse = run(inputs, backend)
         assert torch.equal(out[:2], clean[0][:2]) and torch.equal(lse[:2], clean[1][:2])
         assert out[2].isnan().all() and lse[2].isnan().all()
@@ -482,7 +496,7 @@ from leanmla.kernels.cpu.backend import CpuBackend
 from leanmla.testing import DecodeCase, compare, make_inputs
 from leanmla import checks, mla_decode
 assert simd.HAS_AVX512 == EXPECT_AVX512 and not simd.HAS_BF16_DOT
-for fmt in ("bf16", "fp8", "mxfp4", "fp8_tile128"):
+for fmt in ("bf16", "fp8", "mxfp4", "fp8_tile128", "mxfp4_row320"):
     for dtype in ("bf16", "fp16"):
         inputs = make_inputs(DecodeCase((150, 64, 0), num_heads=20, q_lens=2, format=fmt, q_dtype=dtype))
         out, lse = mla_decode(inputs.q, inputs.cache, inputs.table, backend="cpu", return_lse=True, num_kv_splits=2, **inputs.options)

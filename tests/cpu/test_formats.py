@@ -15,7 +15,9 @@ def latent(n=64, seed=0, scale=1.0, dtype=torch.bfloat16):
     return (torch.randn(n, 576, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-@pytest.mark.parametrize(("name", "size"), [("bf16", 1152), ("fp8", 576), ("mxfp4", 306), ("fp8_tile128", 656)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("bf16", 1152), ("fp8", 576), ("mxfp4", 306), ("fp8_tile128", 656), ("mxfp4_row320", 320)]
+)
 def test_bytes_per_token(name, size):
     fmt = formats.get(name)
     rows = fmt.quantize(latent(3))
@@ -32,7 +34,7 @@ def test_bf16_is_exact():
 
 @pytest.mark.parametrize("name", list(formats.FORMATS))
 def test_relative_error_of_quantisation(name):
-    bound = {"bf16": 1e-9, "fp8": 0.03, "mxfp4": 0.14, "fp8_tile128": 0.03}[name]
+    bound = {"bf16": 1e-9, "fp8": 0.03, "mxfp4": 0.14, "fp8_tile128": 0.03, "mxfp4_row320": 0.14}[name]
     x = latent(256)
     fmt = formats.get(name)
     rows = fmt.quantize(x)
@@ -188,7 +190,9 @@ def test_tile128_layout():
 
 
 def test_refusals():
-    with pytest.raises(InvalidArgument, match="format: expected one of bf16, fp8, mxfp4, fp8_tile128, got 'int4'"):
+    with pytest.raises(
+        InvalidArgument, match="format: expected one of bf16, fp8, mxfp4, fp8_tile128, mxfp4_row320, got 'int4'"
+    ):
         formats.get("int4")
     with pytest.raises(InvalidArgument, match=r"latent: expected \[n, 576\], got \[2, 512\]"):
         formats.get("fp8").quantize(torch.zeros(2, 512))

@@ -242,7 +242,7 @@ def test_what_failed_is_left_out_of_pictures():
 def test_formats_differ_in_grey_in_marker_and_in_dash():
     from matplotlib.colors import to_rgb
 
-    looks = [look_of_format(name) for name in ("bf16", "fp8", "mxfp4", "fp8_tile128")]
+    looks = [look_of_format(name) for name in ("bf16", "fp8", "mxfp4", "fp8_tile128", "mxfp4_row320")]
 
     def luminance(look) -> float:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(look.colour)]
@@ -250,7 +250,7 @@ def test_formats_differ_in_grey_in_marker_and_in_dash():
 
     grey = sorted(luminance(look) for look in looks)
     assert min(b - a for a, b in itertools.pairwise(grey)) > 8
-    assert len({look.marker for look in looks}) == len({str(look.dash) for look in looks}) == 4
+    assert len({look.marker for look in looks}) == len({str(look.dash) for look in looks}) == 5
 
 
 def test_documents_of_other_kinds_are_refused(tmp_path):

@@ -47,6 +47,8 @@ def test_copies_exceed_l2(device):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_case_is_checked_and_timed(device, fmt):
     (result,) = measure_case(BenchCase((700, 65, 1)), [Contender(fmt, "auto")], LatentPool(device), seconds=0.02)
+    if fmt == "mxfp4_row320" and result.backend == "reference":
+        pytest.skip("no kernel of this GPU reads mxfp4_row320")
     assert result.status == "ok", result.message
     assert result.backend != "reference" and result.time_us > 0 and result.relative_error < 3e-3
 

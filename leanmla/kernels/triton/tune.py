@@ -16,12 +16,12 @@ import torch
 from ... import checks
 from ...cache import LatentCache
 from ...device import describe
-from ...formats import FORMATS
+from ...formats import get
 from ...page_table import PageTable
 from ...problem import DIMS, DecodeArgs
 from ...reference import mla_decode_reference
 from ..launch_configs import TritonConfig, candidates
-from .backend import BACKEND, launch
+from .backend import BACKEND, FORMATS, launch
 
 #: (batch, keys a sequence)
 SHAPES = ((4, 1024), (32, 1024), (64, 8192), (256, 8192))
@@ -93,7 +93,7 @@ def main() -> None:
     print(f"{device.name}, torch {torch.__version__}")
     for fmt in options.formats:
         for batch, kv in SHAPES:
-            copies = min(48, math.ceil(_COPIES_BYTES / (batch * kv * FORMATS[fmt].bytes_per_token)))
+            copies = min(48, math.ceil(_COPIES_BYTES / (batch * kv * get(fmt).bytes_per_token)))
             calls = [_call(fmt, batch, kv, options.heads, options.page_size) for _ in range(copies)]
             for config in candidates(calls[0].problem, device):
                 workspace = BACKEND.make_workspace(calls[0].problem, torch.device("cuda"), config)
