@@ -21,7 +21,8 @@ What is exact. :func:`from_ocp` and :func:`to_ocp` convert from and to the tenso
 every block that has a nonzero value has a scale at most 2**26 below the largest such. In range, codes and scales come back
 byte for byte, but for blocks of zeros: a block of zeros has no exponent, counts nowhere, and comes back with scale byte
 0, which is also what quantising writes. Values, the sign of zeros included, are always the same in range. Out of range,
-quantising rounds small blocks with scale 2**(E - 26 - 127), that is to 2**-28 of the token's largest scale at worst.
+quantising rounds small blocks with the scale 2**(E - 26 - 127); converting refuses them, or on request does the same,
+which moves values by at most 2**-28 of the token's largest scale.
 """
 
 from __future__ import annotations
