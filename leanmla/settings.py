@@ -6,12 +6,14 @@ import os
 
 from .errors import InvalidArgument
 
-__all__ = ["VARIABLES", "cpu_threads", "default_backend"]
+__all__ = ["VARIABLES", "cpu_threads", "default_backend", "popcorn_fd", "popcorn_seed"]
 
 #: name -> what it does; printed by ``leanmla info``.
 VARIABLES: dict[str, str] = {
     "LEANMLA_BACKEND": "backend to use where the caller says backend='auto'",
     "LEANMLA_CPU_THREADS": "threads of the cpu backend (default: torch.get_num_threads())",
+    "POPCORN_FD": "file descriptor on which 'leanmla contest' speaks the contest's line protocol; unset: tables for people",
+    "POPCORN_SEED": "secret seed that the contest's protocol combines with each case's",
 }
 
 
@@ -28,3 +30,25 @@ def cpu_threads() -> int | None:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise InvalidArgument(f"LEANMLA_CPU_THREADS: expected a positive integer, got {text!r}. Unset it to follow torch.")
     return int(text)
+
+
+def popcorn_fd() -> str:
+    """The file descriptor to speak the contest's line protocol on, as it was given; "" when unset."""
+    return os.environ.get("POPCORN_FD", "").strip()
+
+
+def popcorn_seed() -> int | None:
+    """The contest's secret seed, or None when unset or empty.
+
+    Raises:
+        InvalidArgument: it is not an integer.
+    """
+    text = os.environ.get("POPCORN_SEED", "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidArgument(
+            f"POPCORN_SEED: expected an integer, got {text!r}. Unset it to use the cases' own seeds."
+        ) from None

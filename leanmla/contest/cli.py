@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
+from .. import settings
 from ..errors import InvalidArgument
 from . import popcorn
 from .cases import RANKED, TESTS, Case, read_cases
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     cases = list(TESTS if args.mode == "test" else RANKED)
     if args.mode == "profile":
         cases = cases[:1]
-    if os.environ.get("POPCORN_FD"):
+    if settings.popcorn_fd():
         if args.small:
             cases = [c.small() for c in cases]
         return popcorn.run(args.mode, args.cases, args.submission, device=device, cases=cases)

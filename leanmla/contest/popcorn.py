@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from .. import settings
 from ..errors import InvalidArgument
 from .cases import Case, read_cases
 from .runner import Limits, Outcome, Session
 
-__all__ = ["BAD_CASES", "CHECK_FAILED", "MODES", "NO_FD", "PASSED", "USAGE", "run", "secret_seed"]
+__all__ = ["BAD_CASES", "CHECK_FAILED", "MODES", "NO_FD", "PASSED", "USAGE", "run"]
 
 PASSED, USAGE, NO_FD, CHECK_FAILED, BAD_CASES = 0, 2, 111, 112, 113
 MODES = ("test", "benchmark", "leaderboard", "profile")
@@ -36,21 +37,6 @@ class _Log:
         print(f"{key}: {text}", file=self._file, flush=True)
 
 
-def secret_seed() -> int | None:
-    """$POPCORN_SEED as an integer, None when unset or empty.
-
-    Raises:
-        InvalidArgument: it is not an integer.
-    """
-    text = os.environ.get("POPCORN_SEED", "").strip()
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidArgument(f"POPCORN_SEED: expected an integer, got {text!r}.") from None
-
-
 def run(
     mode: str, cases_file: str | Path | None, submission: str | Path, *, device: str, cases: list[Case] | None = None
 ) -> int:
@@ -65,7 +51,7 @@ def run(
     Returns:
         The exit code.
     """
-    number = os.environ.get("POPCORN_FD", "")
+    number = settings.popcorn_fd()
     if not number:
         return NO_FD
     try:
@@ -79,7 +65,7 @@ def run(
             print(f"mode: expected one of {', '.join(MODES)}, got {mode!r}.", file=sys.stderr)
             return USAGE
         try:
-            secret = secret_seed()
+            secret = settings.popcorn_seed()
         except InvalidArgument as error:
             print(error, file=sys.stderr)
             return USAGE
@@ -178,7 +164,7 @@ _MODES = {"test": _test, "benchmark": _benchmark, "leaderboard": _leaderboard, "
 def main(argv: list[str] | None = None) -> int:
     """Entry point with the arguments of the contest's own script."""
     argv = sys.argv[1:] if argv is None else argv
-    if not os.environ.get("POPCORN_FD"):
+    if not settings.popcorn_fd():
         return NO_FD
     if len(argv) not in (2, 3):
         print("usage: python -m leanmla.contest.popcorn MODE CASES [SUBMISSION.py]", file=sys.stderr)

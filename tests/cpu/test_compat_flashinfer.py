@@ -105,6 +105,42 @@ def test_out_and_lse_are_written_in_place():
         assert torch.equal(out, batch.run(w)) and bool(lse.isfinite().all())
 
 
+def test_scratch_is_kept_from_run_to_run_and_grows():
+    batch, w = Batch(), wrapper()
+    w.plan(**batch.plan)
+    first, lse = batch.run(w, return_lse=True, return_lse_base_on_e=True)
+    ((scratch,),) = w._kept.values()
+    before, lse_before = first.clone(), lse.clone()
+    batch.q = -batch.q
+    second, _ = batch.run(w, return_lse=True, return_lse_base_on_e=True)
+    assert list(w._kept.values()) == [[scratch]], "the second layer of a step allocates no scratch"
+    assert torch.equal(first, before) and torch.equal(lse, lse_before), "results of a run outlive the next"
+    assert not torch.equal(first, second)
+    batch.plan.update(kv_len_arr=ints(24, 33), kv_indptr=ints(0, 3, 8), kv_indices=torch.randperm(8).int())
+    w.plan(**batch.plan)
+    torch.testing.assert_close(batch.run(w).double(), batch.want()[0], atol=1e-2, rtol=1e-2)
+    ((larger,),) = w._kept.values()
+    assert larger is not scratch and larger.capacity.total_kv == 64
+    batch.plan.update(kv_len_arr=ints(0, 0), kv_indptr=ints(0, 0, 0), kv_indices=ints())
+    w.plan(**batch.plan)
+    out, lse = batch.run(w, return_lse=True)
+    assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
+
+
+def test_scratch_of_graphs_is_made_once():
+    batch = Batch()
+    buffers = dict(
+        zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), (ints(0, 0, 0), ints(0, 0, 0), ints(*[0] * 9), ints(0, 0)))
+    )
+    w = wrapper(use_cuda_graph=True, **buffers)
+    for lens, pages in ((ints(1, 0), ints(0, 1, 1)), (ints(24, 33), ints(0, 3, 8))):
+        batch.plan.update(kv_len_arr=lens, kv_indptr=pages, kv_indices=torch.randperm(8).int())
+        w.plan(**batch.plan)
+        torch.testing.assert_close(batch.run(w).double(), batch.want()[0], atol=1e-2, rtol=1e-2)
+    ((scratch,),) = w._kept.values()
+    assert scratch.capacity.total_kv == 72, "sized by the buffers, not by the first plan"
+
+
 def test_graph_buffers_keep_their_addresses_and_follow_plans():
     batch = Batch()
     buffers = [

@@ -41,6 +41,7 @@ def cosine_difference(x, y):
 
 def close(got, want, absolute, relative):
     """FlashMLA's rule: each element within the absolute or the relative bound; special values must be the same."""
+    assert got.shape == want.shape
     got, want = got.double(), want.double()
     special = ~want.isfinite()
     same = (got == want) | (got.isnan() & want.isnan())
@@ -195,7 +196,7 @@ def check_aiter(ctx, batch, heads, q_len, fp8, *, mode=None, device="cpu", page=
         sm_scale=SM, qo_indptr=qo,
     )  # fmt: skip
     assert cosine_difference(o, want) < (3e-2 if fp8 else 1e-5)
-    assert float((lse.double() - want_lse).abs().max()) < (0.1 if fp8 else 1e-3)
+    assert close(lse, want_lse, 0.1 if fp8 else 1e-3, 0.0)  # rows before the first key have -inf, which must be the same
 
 
 # -- the subset for a CPU ------------------------------------------------------------------------------------------------
@@ -222,10 +223,26 @@ def test_flashinfer_grid(kv_len, q_len, page):
         check_flashinfer(3, kv_len, q_len, page, causal, split_buffers=page == 16, dtype=torch.bfloat16)
 
 
+def test_close_compares_infinities_and_nan_by_equality():
+    inf, nan = torch.inf, torch.nan
+    same = torch.tensor([1.0, -inf, inf, nan])
+    assert close(same, same, 1e-3, 0.0) and close(same + 5e-4, same, 1e-3, 0.0)
+    for i, other in ((0, 1.1), (0, nan), (0, inf), (1, inf), (1, 0.0), (1, nan), (2, 3e38), (3, 0.0)):
+        wrong = same.clone()
+        wrong[i] = other
+        assert not close(wrong, same, 1e-3, 0.0), (i, other)
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(
     "ctx, batch, heads, q_len, mode",
-    [(21, 3, 16, 4, None), (64, 5, 16, 1, "fast"), (256, 3, 16, 2, "intra"), (512, 1, 128, 1, "default")],
+    [
+        (3, 5, 16, 4, "intra"),
+        (21, 3, 16, 4, None),
+        (64, 5, 16, 1, "fast"),
+        (256, 3, 16, 2, "intra"),
+        (512, 1, 128, 1, "default"),
+    ],
 )
 def test_aiter_grid(ctx, batch, heads, q_len, mode, fp8):
     check_aiter(ctx, batch, heads, q_len, fp8, mode=mode, varlen=heads == 16, page=16 if heads == 128 else 1)

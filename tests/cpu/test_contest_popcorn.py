@@ -7,6 +7,7 @@ import re
 import pytest
 
 from leanmla.contest import combine_seeds, popcorn, runner
+from leanmla.errors import InvalidArgument
 
 GOOD = "from reference import ref_kernel\ndef custom_kernel(data):\n    return ref_kernel(data)\n"
 #: Right for kv length 16, wrong for others; shows the generator's seed through a file.
@@ -137,6 +138,17 @@ def test_secret_seeds_reach_the_inputs_and_the_global_generators(tmp_path, monke
         assert popcorn.run("test", tmp_path / "cases.txt", "submission.py", device="cpu") == 0
         os.close(read)
     assert asked == [(4220, 42), (combine_seeds(4220, 5), 5), (combine_seeds(4220, 0), 0)]
+
+
+def test_info_knows_the_variables(monkeypatch):
+    from leanmla import settings
+
+    assert {"POPCORN_FD", "POPCORN_SEED"} <= set(settings.VARIABLES)
+    monkeypatch.setenv("POPCORN_SEED", " 7 ")
+    assert settings.popcorn_seed() == 7
+    monkeypatch.setenv("POPCORN_SEED", "much")
+    with pytest.raises(InvalidArgument, match="^POPCORN_SEED: expected an integer, got 'much'"):
+        settings.popcorn_seed()
 
 
 def test_values_stay_on_their_line():

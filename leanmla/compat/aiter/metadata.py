@@ -173,8 +173,10 @@ def get_mla_metadata_v1(
         device=seqlens_kv_indptr.device,
     )  # fmt: skip
 
-    work_metadata_ptrs.view(torch.int64)[0] = work_indptr.data_ptr()
-    work_metadata_ptrs.view(torch.int64)[1] = work_info_set.data_ptr()
+    # fill_ takes its number along as a kernel argument; assigning to one element would copy it over and wait for that.
+    pointers = work_metadata_ptrs.view(torch.int64)
+    pointers[:1].fill_(work_indptr.data_ptr())
+    pointers[1:2].fill_(work_info_set.data_ptr())
     if batch == 0:
         for t in (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map):
             t.zero_()
@@ -316,15 +318,15 @@ def _write_items(
     )
     n = min(info.shape[0], work_info_set.shape[0])
     work_info_set[:n] = torch.where(valid[:n, None], info[:n], 0)
-    work_info_set[n:] = 0
+    work_info_set[n:].zero_()
 
     merged = torch.cumsum(torch.where(splits > 1, splits, 0), 0)
-    reduce_indptr[0] = 0
+    reduce_indptr[:1].zero_()
     reduce_indptr[1 : batch + 1] = merged
     reduce_indptr[batch + 1 :] = merged[-1]  # groups that do not exist merge nothing
     reduce_final_map[:batch, 0] = q[:-1]
     reduce_final_map[:batch, 1] = q[1:]
-    reduce_final_map[batch:] = 0
+    reduce_final_map[batch:].zero_()
     size = reduce_partial_map.numel()
     slot = torch.where(partial, torch.cumsum(partial.long(), 0) - 1, size).clamp(max=size)
     filled = row.new_zeros(size + 1).scatter_(0, slot, torch.where(partial, row, 0))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...cache import LatentCache
-from ...decode import mla_decode
+from ...decode import DecodePlan, mla_decode
 from ...errors import CapacityExceeded, InvalidArgument, InvalidDtype, PlanMismatch
 from ...page_table import PageTable
 from ...problem import DIMS
@@ -49,7 +49,9 @@ class BatchMLAPagedAttentionWrapper:
         backend: "auto", "fa2" or "fa3", without influence; others are refused.
 
     Differs from the original: the split is planned on the device by every ``run``; ``plan`` reads the lengths on the host
-    once, to check them. Any number of heads and any page size. The fp8 cache is e4m3fn with scale 1.
+    once, to check them. Any number of heads and any page size. The fp8 cache is e4m3fn with scale 1. Scratch is the wrapper's
+    own, made by the first ``run`` that needs it and shared by its runs, which take turns. (A ``run`` that is captured without
+    one before it has scratch of its own, in the graph's memory.)
 
     Example:
         >>> wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1, dtype=torch.int8))
@@ -80,6 +82,7 @@ class BatchMLAPagedAttentionWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._plan: _Plan | None = None
         self._one: torch.Tensor | None = None
+        self._kept: dict[tuple, list[DecodePlan]] = {}
         self._buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         if use_cuda_graph:
             for name, t in self._buffers.items():
@@ -264,10 +267,14 @@ class BatchMLAPagedAttentionWrapper:
         with renamed(**_THEIR_NAMES):
             cache, indices = self._cache(plan, ckv_cache, kpe_cache)
             table = PageTable.from_csr(self._indptr, indices, self._last, page_size=plan.page_size)
-            result = mla_decode(
-                q, cache, table, sm_scale=plan.sm_scale, qo_indptr=self._qo, causal=plan.causal, out=out, return_lse=return_lse,
-                max_q_len=plan.max_q_len,
-            )  # fmt: skip
+            options = {"sm_scale": plan.sm_scale, "qo_indptr": self._qo, "causal": plan.causal, "return_lse": return_lse}
+            scratch = None if torch.compiler.is_compiling() else self._scratch(plan, cache)
+            if scratch is None:
+                result = mla_decode(q, cache, table, out=out, max_q_len=plan.max_q_len, **options)  # type: ignore[arg-type]
+            else:
+                if out is None:
+                    out = q.new_empty(plan.total_q, plan.num_heads, DIMS.v_head_dim)
+                result = scratch.run(q, cache, table, out=out, **options)  # type: ignore[arg-type]
         if not return_lse:
             return result  # type: ignore[return-value]
         values, natural = result
@@ -279,13 +286,46 @@ class BatchMLAPagedAttentionWrapper:
     def _returned(values, natural, lse, return_lse, natural_log):
         if not return_lse:
             return values
-        scaled = natural if natural_log else natural * math.log2(math.e)
+        scaled = natural * (1.0 if natural_log else math.log2(math.e))  # a copy: the scratch that holds it is used again
         if lse is None:
             return values, scaled
         if lse.shape != natural.shape or lse.dtype != torch.float32:
             raise InvalidArgument(f"lse: expected float32 {list(natural.shape)}, got {lse.dtype} {list(lse.shape)}.")
         lse.copy_(scaled)
         return values, lse
+
+    def _scratch(self, plan: _Plan, cache: LatentCache) -> DecodePlan | None:
+        """Scratch for this plan: what an earlier run left, if it is large enough. None: let the call allocate its own.
+
+        With use_cuda_graph it is sized by the wrapper's buffers, so that it is made once, and none is ever dropped: captured
+        graphs keep its address.
+        """
+        if min(plan.batch, plan.total_q, plan.max_pages) == 0:
+            return None
+        fixed, cuda = self._use_cuda_graph, self.device.type == "cuda"
+        # Memory goes back to the stream it was allocated on, so each stream has scratch of its own unless it is kept for good.
+        stream = torch.cuda.current_stream(self.device).cuda_stream if cuda and not fixed else 0
+        key = (cache.format.name, plan.num_heads, plan.page_size, plan.q_dtype, stream)
+        slots = self._indices.numel() * plan.page_size
+        for kept in self._kept.get(key, ()):
+            has = kept.capacity
+            if (
+                plan.batch <= has.batch and plan.total_q <= has.total_q and plan.max_q_len <= has.max_q_len
+                and plan.max_pages * plan.page_size <= has.max_kv_len and slots <= has.total_kv
+            ):  # fmt: skip
+                return kept
+        if cuda and torch.cuda.is_current_stream_capturing():
+            return None  # made here it would belong to this graph's memory
+        if not fixed:
+            self._kept.clear()
+        kept = DecodePlan(
+            num_heads=plan.num_heads, format=cache.format.name, page_size=plan.page_size, max_batch=plan.batch,
+            max_kv_len=slots if fixed else plan.max_pages * plan.page_size, max_q_len=plan.max_q_len,
+            max_total_q=plan.batch * plan.max_q_len if fixed else plan.total_q, max_total_kv=slots, q_dtype=plan.q_dtype,
+            device=self.device,
+        )  # fmt: skip
+        self._kept.setdefault(key, []).append(kept)
+        return kept
 
     def _run_fp16(self, plan: _Plan, q, ckv, kpe, out) -> tuple[torch.Tensor, torch.Tensor]:
         if out is not None and (out.shape != (plan.total_q, plan.num_heads, DIMS.v_head_dim) or out.dtype != q.dtype):
