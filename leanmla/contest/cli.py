@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import settings
 from ..errors import InvalidArgument
 from . import popcorn
-from .cases import RANKED, TESTS, Case, read_cases
+from .cases import RANKED, SMALL_DIVISOR, TESTS, Case, read_cases
 from .runner import Limits, Outcome, Session
 from .timing import geometric_mean
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases", type=Path, metavar="FILE", help="lines like 'batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 4220'"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    parser.add_argument("--small", action="store_true", help="divide kv lengths by 16: for a CPU")
+    parser.add_argument("--small", action="store_true", help=f"divide kv lengths by {SMALL_DIVISOR}: for a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("--quiet", action="store_true", help="one line of result, nothing of what the submission prints")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="limit on one call (default: 300)")
@@ -89,7 +89,10 @@ def _show(args: argparse.Namespace, device: str, outcomes: list[Outcome], passed
     score = _score(outcomes)
     verdict = "pass" if passed else "fail"
     total = f", geometric mean {_time(score)}" if score is not None else ""
-    line = f"{args.submission.name}: {verdict}, {sum(o.ok for o in outcomes)} of {len(outcomes)} cases on {device}{total}"
+    small = f", kv lengths / {SMALL_DIVISOR}" if args.small else ""
+    line = (
+        f"{args.submission.name}: {verdict}, {sum(o.ok for o in outcomes)} of {len(outcomes)} cases on {device}{small}{total}"
+    )
     if args.quiet:
         reasons = [o.message for o in outcomes if not o.ok][:1]
         print(" ".join([line + ".", *reasons]))
@@ -97,9 +100,13 @@ def _show(args: argparse.Namespace, device: str, outcomes: list[Outcome], passed
     from rich.console import Console
     from rich.table import Table
 
+    from ..device import describe
+
     console = Console() if sys.stdout.isatty() else Console(width=120)
     timed = any(o.stats for o in outcomes)
-    table = Table(title=f"{args.mode}: {args.submission.name} on {device}", title_justify="left")
+    table = Table(
+        title=f"{args.mode}: {args.submission.name} on {device} ({describe(device).name}){small}", title_justify="left"
+    )
     table.add_column("case")
     table.add_column("check")
     table.add_column("rel. error", justify="right")
