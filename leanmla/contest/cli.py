@@ -104,9 +104,13 @@ def _show(args: argparse.Namespace, device: str, outcomes: list[Outcome], passed
 
     console = Console() if sys.stdout.isatty() else Console(width=120)
     timed = any(o.stats for o in outcomes)
-    table = Table(
-        title=f"{args.mode}: {args.submission.name} on {device} ({describe(device).name}){small}", title_justify="left"
+    console.print(
+        f"{args.mode}: {args.submission.name} on {device} ({describe(device).name}){small}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
     )
+    table = Table()
     table.add_column("case")
     table.add_column("check")
     table.add_column("rel. error", justify="right")
