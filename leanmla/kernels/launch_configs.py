@@ -26,6 +26,7 @@ class TritonConfig:
     blocks_per_sm: int  #: programs resident on one multiprocessor
     swapped: bool  #: keys on the M side of the matrix instructions (wgmma), else query rows (mma.sync, MFMA)
     reason: str
+    raw_tiles: bool = False  #: fp8: shared memory holds tiles as stored, asynchronously copied; decoded on the way to the products
 
     def num_workers(self, device: DeviceInfo) -> int:
         """Items that run at the same time. The row tiles of an item count as one worker."""
@@ -79,38 +80,59 @@ def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]
     """
     total = max(1, problem.num_heads * problem.max_q_len)
     bf16 = problem.format == "bf16"
+    fp8 = problem.format in ("fp8", "fp8_tile128")
 
     def config(
-        rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str, swapped: bool = True
+        rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str, swapped: bool = True, raw: bool = False
     ) -> TritonConfig:
-        return _config(total, rows, block_kv, warps, stages, per_sm, reason, swapped)
+        return _config(total, rows, block_kv, warps, stages, per_sm, reason, swapped, raw)
 
-    if device.kind != "cuda" or device.sm < 90:
-        # 16 rows only: with 32 the register file of a wave or warp overflows (spills seen for sm_80, gfx942 and gfx950).
-        return [config(16, 32, 4, 2 if bf16 else 1, 2, "mma.sync / MFMA", swapped=False)]
+    if device.kind != "cuda":
+        # 16 rows only: with 32 the register file of a wave overflows (spills seen for gfx942 and gfx950).
+        return [config(16, 32, 4, 2 if bf16 else 1, 2, "MFMA", swapped=False)]
+    copied = "mma.sync; tiles copied as stored, asynchronously, and decoded between shared memory and the products"
+    if device.sm < 90:
+        # 16 rows only, as above. Shared memory: 2 x 56 or 1 x 88 KB of an A100's 163.
+        if problem.format == "fp8":
+            return [config(16, 32, 4, 5, 2, copied, swapped=False, raw=True)]
+        if problem.format == "fp8_tile128":
+            return [config(16, 64, 8, 5, 1, copied, swapped=False, raw=True)]
+        return [config(16, 32, 4, 2 if bf16 else 1, 2, "mma.sync", swapped=False)]
     # tile128 scales each partial sum: more registers, so fewer rows.
     rows = _rows(total, 32 if problem.format == "fp8_tile128" else 64)
     unswapped = config(16, 32, 4, 2 if bf16 else 1, 3 if bf16 else 2, "mma.sync, no operand padded, no fences", swapped=False)
     if bf16:
         if rows == 16:
             return [
+                config(16, 32, 4, 5, 2, "mma.sync; no operand padded, no fences, two tiles in flight a block", swapped=False),
+                config(16, 64, 8, 5, 1, "mma.sync; one block a multiprocessor", swapped=False),
+                config(16, 64, 4, 4, 2, "mma.sync; one tile in flight", swapped=False),
                 config(16, 64, 4, 1, 2, "wgmma; two blocks a multiprocessor load and compute in turns"),
-                config(16, 32, 4, 2, 2, "wgmma for PV; smaller tiles"),
                 unswapped,
             ]
         return [config(rows, 32, 8, 2, 1, "wgmma; 32 keys a tile leave room for the queries"), unswapped]
     held = "wgmma; one decoded tile in shared memory, the next one's bytes wait in registers"
+    if rows == 16 and fp8:
+        raws = [
+            config(16, 64, 4, 5, 2, copied, swapped=False, raw=True),
+            config(16, 32, 4, 7, 3, copied, swapped=False, raw=True),
+            config(16, 128, 8, 5, 1, copied, swapped=False, raw=True),
+            config(16, 64, 4, 4, 2, copied, swapped=False, raw=True),
+        ]
+        if problem.format == "fp8":
+            return [*raws, config(16, 64, 4, 1, 2, held)]
+        return [config(16, 64, 8, 5, 1, copied, swapped=False, raw=True), config(16, 128, 8, 1, 1, held)]
     if problem.format == "fp8_tile128":
-        first = config(16, 128, 8, 1, 1, held) if rows == 16 else config(rows, 64, 8, 1, 1, held)
+        first = config(rows, 64, 8, 1, 1, held)
     else:
         first = config(16, 64, 4, 1, 2, held) if rows == 16 else config(rows, 64, 8, 1, 1, held)
     return [first, unswapped]
 
 
 def _config(
-    total: int, rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str, swapped: bool = True
+    total: int, rows: int, block_kv: int, warps: int, stages: int, per_sm: int, reason: str, swapped: bool, raw: bool
 ) -> TritonConfig:
-    return TritonConfig(rows, -(-total // rows), block_kv, warps, stages, per_sm, swapped, reason)
+    return TritonConfig(rows, -(-total // rows), block_kv, warps, stages, per_sm, swapped, reason, raw)
 
 
 def combine_config(problem: DecodeProblem, device: DeviceInfo) -> CombineConfig:

@@ -55,13 +55,15 @@ def workspace(problem, config: TritonConfig) -> backend.Workspace:
         partial_lse=filled(tiles, torch.float32),
         splits=filled(problem.batch, torch.int32),
         first=filled(problem.batch, torch.int32),
-        item_seq=filled(items, torch.int32),
+        items=filled(2 * items, torch.int32),
         num_items=filled(1, torch.int32),
         factors=backend._factors(torch.device("cpu")),
     )
 
 
-def decode(inputs, *, swapped: bool = True, rows: int | None = None, block_kv: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(
+    inputs, *, swapped: bool = True, rows: int | None = None, block_kv: int = 64, raw: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The launcher on CPU tensors."""
     args = checks.check_call(
         inputs.q, inputs.cache, inputs.table, out=inputs.out, return_lse=True, max_q_len=max(inputs.case.rows, default=1) or 1,
@@ -72,7 +74,7 @@ def decode(inputs, *, swapped: bool = True, rows: int | None = None, block_kv: i
     problem = args.problem
     total = max(1, problem.num_heads * problem.max_q_len)
     rows = rows or next((r for r in (16, 32) if r >= total), 64)
-    config = TritonConfig(rows, -(-total // rows), block_kv, 4, 1, 1, swapped, "")
+    config = TritonConfig(rows, -(-total // rows), block_kv, 4, 1, 1, swapped, "", raw)
     if problem.total_q:
         backend.launch(args, workspace(problem, config), config, DEVICE)
     return inputs.out, lse
@@ -117,17 +119,28 @@ def run_decode(fmt: str) -> None:
         cases += [(c((80, 77), q_dtype="fp16", q_lens=2, num_heads=4), {"swapped": fmt != "bf16"})]
     else:
         cases += [(c((70,), q_dtype="fp16"), {}), (c((90,), cache_scale=0.37), {}), (c((40,), cache_scale=4.0), {})]
+    if fmt.startswith("fp8"):
+        # Decoded between shared memory and the products.
+        raw = {"swapped": False, "raw": True}
+        cases += [
+            (c((70, 33)), {**raw, "block_kv": 32}),
+            (c((80, 9, 33), q_lens=(3, 0, 7), num_heads=3, table="csr", page_size=16), raw),
+            (c((17, 65, 0), num_heads=4), raw),
+            (c((66, 20), table="contiguous", num_heads=4), raw),
+        ]
     for case, options in cases:
         case = case.replace(format=fmt)
         inputs = make_inputs(case)
         out, lse = decode(inputs, **options)
         result = compare(inputs, out, lse)
-        report(case.id + ("" if options.get("swapped", True) else "-unswapped"), result.ok, result.message)
+        order = ("" if options.get("swapped", True) else "-unswapped") + ("-raw" if options.get("raw") else "")
+        report(case.id + order, result.ok, result.message)
 
 
 def run_nan(fmt: str) -> None:
     """A NaN that is read stays NaN, for the rows that see it and for no others."""
-    for swapped in (True, False):
+    orders = [(True, False), (False, False)] + [(False, True)] * fmt.startswith("fp8")
+    for swapped, raw in orders:
         inputs = make_inputs(DecodeCase((70, 40), q_lens=4, num_heads=4, format=fmt))
         slot = inputs.table.slots(0)[68:69]  # the last two of the four rows see key 68
         cache = inputs.cache
@@ -138,13 +151,13 @@ def run_nan(fmt: str) -> None:
             cache.scale[page, offset, 0] = 255
         else:
             cache.data[page, offset, 7] = 0xFF
-        out, lse = decode(inputs, swapped=swapped)
+        out, lse = decode(inputs, swapped=swapped, raw=raw)
         want, want_lse = mla_decode_reference(inputs.q, cache, inputs.table, **inputs.options)
         seen = torch.isnan(want_lse)
         assert seen[2:4].all() and not seen[:2].any() and not seen[4:].any()
         ok = bool(torch.isnan(out[seen]).all() and torch.isnan(lse[seen]).all())
         ok &= bool(((out.double() - want)[~seen].norm() / want[~seen].norm()) < 3e-3)
-        report(f"nan-{fmt}-swapped{swapped}", ok, f"{out[0, 0, :3]} {out[3, 0, :3]}")
+        report(f"nan-{fmt}-swapped{swapped}-raw{raw}", ok, f"{out[0, 0, :3]} {out[3, 0, :3]}")
 
 
 def run_append() -> None:
@@ -224,15 +237,18 @@ def run_plan() -> None:
             ok = got[: len(expected)].tolist() == expected and bool((got[len(expected) :, 0] >= len(lens)).all())
             bound = len(lens) + (4 * workers if size is None else sum(lens) // size)
             report(f"plan-inline-{i}-w{workers}-s{size}", ok and len(expected) <= bound, f"{got[:4].tolist()} {expected[:4]}")
-            splits, first = torch.zeros(len(lens), dtype=torch.int32), torch.zeros(len(lens), dtype=torch.int32)
-            seqs, count = torch.full((len(expected),), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-            plan.plan_kernel[(1,)](
-                splits, first, seqs, count, seqlens, seqlens, seqlens, factors, len(lens), workers, size or 1,
-                TABLE="block_table", PAGE_SIZE=64, GRANULARITY=64, FIXED_SIZE=size is not None, CHUNK=16,
-            )  # fmt: skip
-            ok = splits.tolist() == list(want.splits_per_seq) and first.tolist() == list(want.partial_start)
-            ok &= seqs.tolist() == [t.seq for t in want.items] and int(count) == len(expected)
-            report(f"plan-table-{i}-w{workers}-s{size}", ok, f"{splits[:4].tolist()} {want.splits_per_seq[:4]}")
+            for chunk in (16, pow2):
+                splits, first = torch.zeros(len(lens), dtype=torch.int32), torch.zeros(len(lens), dtype=torch.int32)
+                items, count = torch.full((len(expected), 2), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+                plan.plan_kernel[(1,)](
+                    splits, first, items, count, seqlens, seqlens, seqlens, factors, len(lens), workers, size or 1,
+                    TABLE="block_table", PAGE_SIZE=64, GRANULARITY=64, FIXED_SIZE=size is not None, CHUNK=chunk,
+                    ONE_STEP=len(lens) <= chunk, PDL=False,
+                )  # fmt: skip
+                ok = splits.tolist() == list(want.splits_per_seq) and first.tolist() == list(want.partial_start)
+                ok &= items.tolist() == [[t.seq, t.split + (t.num_splits << 15)] for t in want.items]
+                ok &= int(count) == len(expected)
+                report(f"plan-table-{i}-w{workers}-s{size}-c{chunk}", ok, f"{splits[:4].tolist()} {want.splits_per_seq[:4]}")
 
 
 def run_large_batch() -> None:

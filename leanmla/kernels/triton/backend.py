@@ -21,8 +21,10 @@ __all__ = ["BACKEND", "INLINE_BATCH", "TritonBackend", "Workspace", "combine_con
 #: Cache formats that the decode kernel reads. The append kernel writes all formats.
 FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 
+_FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
+
 #: Batches up to this size are planned inside the decode kernel, larger ones by a launch of their own.
-INLINE_BATCH = 256
+INLINE_BATCH = 0
 
 #: For ptxas: how hard to keep register use down. At its default of 5 it hoists every matrix descriptor of the loop and
 #: spills them, 700 bytes a thread in some kernels; at 0 it recomputes them in uniform registers.
@@ -31,7 +33,7 @@ _PTXAS = "-regUsageLevel=0"
 #: Launch the combine kernel while the decode kernel drains (sm_90): saves about 1 us of launch latency.
 _OVERLAP_COMBINE = True
 
-#: Sequences that the plan kernel looks at in one step.
+#: Most sequences that the plan kernel looks at in one step.
 _PLAN_CHUNK = 1024
 
 
@@ -44,7 +46,7 @@ class Workspace:
     partial_lse: torch.Tensor  #: fp32, flat: [items, row_tiles, rows]
     splits: torch.Tensor  #: int32 [batch]
     first: torch.Tensor  #: int32 [batch]
-    item_seq: torch.Tensor  #: int32 [items]
+    items: torch.Tensor  #: int32 [items, 2], flat
     num_items: torch.Tensor  #: int32 [1]
     factors: torch.Tensor  #: int32 [32]
 
@@ -111,9 +113,25 @@ def decode_constants(
         "BATCH_POW2": max(16, 1 << max(0, problem.batch - 1).bit_length()) if _plan_kind(problem) == "inline" else 16,
         "GRANULARITY": config.block_kv,
         "SWAPPED": config.swapped,
-        "PTX": device.kind == "cuda",
+        "RAW_TILES": config.raw_tiles or problem.format == "bf16",
+        "ISA": 0 if device.kind != "cuda" else (89 if device.sm >= 89 else 80),
+        "PDL": _plan_kind(problem) == "table" and _overlaps(device),
         "NUM_WARPS": config.num_warps,
         "NUM_STAGES": config.num_stages,
+    }
+
+
+def plan_constants(problem: DecodeProblem, config: TritonConfig, device: DeviceInfo) -> dict:
+    """The plan kernel's compile-time arguments for a problem."""
+    chunk = min(_PLAN_CHUNK, max(16, 1 << (problem.batch - 1).bit_length()))
+    return {
+        "TABLE": problem.table_kind,
+        "PAGE_SIZE": problem.page_size,
+        "GRANULARITY": config.block_kv,
+        "FIXED_SIZE": problem.split_size is not None,
+        "CHUNK": chunk,
+        "ONE_STEP": problem.batch <= chunk,
+        "PDL": _overlaps(device),
     }
 
 
@@ -164,6 +182,8 @@ class TritonBackend:
         missing = triton_missing()
         if missing is not None:
             return missing
+        if problem.format not in _FORMATS:
+            return f"reads the formats {', '.join(_FORMATS)}, got {problem.format}"
         if device.kind == "cuda":
             if device.sm < 80:
                 return f"needs sm_80 or newer, this GPU is {device.arch}"
@@ -222,7 +242,7 @@ class TritonBackend:
             partial_lse=empty(tiles, torch.float32),
             splits=empty(problem.batch, torch.int32),
             first=empty(problem.batch, torch.int32),
-            item_seq=empty(max_items(problem, 32, 4 * max(info.num_sms, config.row_tiles)), torch.int32),
+            items=empty(2 * max_items(problem, 32, 4 * max(info.num_sms, config.row_tiles)), torch.int32),
             num_items=empty(1, torch.int32),
             factors=_factors(device),
         )
@@ -272,12 +292,11 @@ def launch(args: DecodeArgs, ws: Workspace, config: TritonConfig, device: Device
     stride_lse = args.lse.stride(0) if args.lse is not None else 0
     if plan == "table":
         plan_kernel[(1,)](
-            ws.splits, ws.first, ws.item_seq, ws.num_items, *table_pointers, ws.factors, problem.batch, num_workers, split_size,
-            TABLE=problem.table_kind, PAGE_SIZE=problem.page_size, GRANULARITY=config.block_kv,
-            FIXED_SIZE=constants["FIXED_SIZE"], CHUNK=_PLAN_CHUNK, num_warps=8,
+            ws.splits, ws.first, ws.items, ws.num_items, *table_pointers, ws.factors, problem.batch, num_workers, split_size,
+            **plan_constants(problem, config, device), num_warps=8,
         )  # fmt: skip
     decode_kernel[(items * config.row_tiles,)](
-        args.out, lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first, ws.item_seq, ws.num_items, ws.factors,
+        args.out, lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first, ws.items, ws.num_items, ws.factors,
         args.q, cache.data, scale if scale is not None else nothing,
         table.page_ids if table.page_ids is not None else nothing, *table_pointers,
         args.qo_indptr if args.qo_indptr is not None else nothing,
@@ -285,7 +304,7 @@ def launch(args: DecodeArgs, ws: Workspace, config: TritonConfig, device: Device
         args.q.stride(0), args.q.stride(1), args.out.stride(0), args.out.stride(1), stride_lse,
         stride_page, scale_page,
         table.page_ids.stride(0) if table.kind == "block_table" and table.page_ids is not None else 0,
-        **constants, num_warps=config.num_warps, num_stages=1, **options,
+        **constants, num_warps=config.num_warps, num_stages=1, **options, **({"launch_pdl": True} if constants["PDL"] else {}),
     )  # fmt: skip
     if problem.num_kv_splits == 1:
         return

@@ -26,7 +26,7 @@ TARGETS: dict[str, DeviceInfo] = {
 _INT = "*i32"
 _DECODE_SIGNATURE = {
     "out_ptr": None, "lse_ptr": "*fp32", "partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32", "splits_ptr": _INT,
-    "first_ptr": _INT, "item_seq_ptr": _INT, "num_items_ptr": _INT, "factors_ptr": _INT, "q_ptr": None, "data_ptr": None,
+    "first_ptr": _INT, "items_ptr": _INT, "num_items_ptr": _INT, "factors_ptr": _INT, "q_ptr": None, "data_ptr": None,
     "scale_ptr": None, "page_ids_ptr": _INT, "kv_indptr_ptr": _INT, "kv_last_ptr": _INT, "seqlens_ptr": _INT,
     "qo_indptr_ptr": _INT, "batch": "i32", "num_workers": "i32", "num_splits": "i32", "split_size": "i32", "q_len": "i32",
     "sm_scale": "fp32", "logit_cap": "fp32", "stride_q_token": "i32", "stride_q_head": "i32", "stride_out_token": "i32",

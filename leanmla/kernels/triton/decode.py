@@ -29,8 +29,8 @@ or a repetition of the last key. Page-table slots past the last key are not read
 import triton
 import triton.language as tl
 
-from .formats import decode, half_words, hide_rows, load_words, tile_scales
-from .plan import find_item, key_range, kv_length
+from .formats import decode, e4m3_halves, half_words, hide_rows, load_words, tile_scales
+from .plan import find_item, key_range, kv_length, read_item
 
 #: P is stored as 16-bit floats scaled by 2**P_SHIFT, so that fp16's subnormals begin at weights of 2**-24.
 P_SHIFT = tl.constexpr(10.0)
@@ -89,6 +89,16 @@ def load_tile(
         return load_words(words_ptr + base, scale_ptr + base_scale, at, at_scale, FORMAT)
     else:
         return load_words(words_ptr + base, scale_ptr, at, at, FORMAT)
+
+
+@triton.jit
+def load_columns(rows_ptr, FIRST: tl.constexpr, N: tl.constexpr, keep, MASKED: tl.constexpr):
+    """Columns FIRST .. FIRST + N - 1 of rows at rows_ptr [BN, 1], zeros in the rows that are not kept."""
+    at = rows_ptr + (FIRST + tl.arange(0, N))[None, :]
+    if MASKED:
+        return tl.load(at, mask=keep[:, None], other=0)
+    else:
+        return tl.load(at)
 
 
 @triton.jit
@@ -299,47 +309,100 @@ def in_order(accs, R: tl.constexpr, FORMAT: tl.constexpr, SWAPPED: tl.constexpr)
 
 @triton.jit
 def careful_pass(
-    data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor, latent_factor, cap,
-    q, qr, q_lo, qr_lo,
-    FORMAT: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    CAPPED: tl.constexpr, SPLIT_Q: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_SCALE: tl.constexpr, PTX: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    data_ptr, pages_ptr, first_slot, stride_page, start, end, bound, factor, cap, q, qr, q_lo, qr_lo,
+    R: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr, PAGE_SIZE: tl.constexpr, CAPPED: tl.constexpr,
+    SPLIT_Q: tl.constexpr, STRIDE_TOKEN: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A range once more, with values that are not finite hidden from the rows that do not see their key.
+    """bf16: a range once more, with values that are not finite hidden from the rows that do not see their key.
 
     Only run when the fast pass met one. Small tiles: it need not be fast, and must not cost the fast pass registers.
     """
     BS: tl.constexpr = 16
-    TILED: tl.constexpr = FORMAT == "fp8_tile128"
     m = tl.full([R], float("-inf"), tl.float32)
     l = tl.zeros([R], tl.float32)
-    accs = zero_outputs(R, PARTS, SWAPPED)
+    accs = zero_outputs(R, 1, SWAPPED)
     for n in tl.range(start, end, BS, num_stages=1):
-        if FORMAT == "bf16":
-            base, at = token_rows(n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BS, TABLE, PAGE_SIZE, False)
-            k = (tl.load(data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :]),)
-            r = (tl.load(data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :]),)
-            scales = ()
-        else:
-            raw = load_tile(
-                n, end, data_ptr.to(tl.pointer_type(tl.int32)), scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
-                FORMAT, UNIT, BS, TABLE, PAGE_SIZE, False, STRIDE_TOKEN, STRIDE_SCALE,
-            )  # fmt: skip
-            k, r = decode(raw, FORMAT, PTX)
-            scales = tile_scales(raw, FORMAT)
-        lift = 0.0
-        if TILED:
-            lift = log2_of_largest(scales)
+        base, at = token_rows(n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BS, TABLE, PAGE_SIZE, False)
+        k = tl.load(data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :])
+        r = tl.load(data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :])
         zero = tl.zeros([BS, R] if SWAPPED else [R, BS], tl.float32)
-        s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, zero, FORMAT, SPLIT_Q, SWAPPED)
-        p, alpha, m = soft_weights(s, m, n, bound, factor, cap, lift, BS, CAPPED, TILED, SWAPPED)
+        s = logits((k,), (r,), q, qr, q_lo, qr_lo, (), 0.0, zero, "bf16", SPLIT_Q, SWAPPED)
+        p, alpha, m = soft_weights(s, m, n, bound, factor, cap, 0.0, BS, CAPPED, False, SWAPPED)
         l = l * alpha + tl.sum(p, 0 if SWAPPED else 1)
         # Rows that see such a key already have NaN (or infinite) weights from its logit.
-        v = ()
-        for j in tl.static_range(PARTS):
-            v = v + (tl.where(tl.abs(k[j].to(tl.float32)) < float("inf"), k[j], tl.zeros_like(k[j])),)
-        accs = accumulate(accs, v, p, alpha, scales, FORMAT, SWAPPED)
+        v = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, tl.zeros_like(k))
+        accs = accumulate(accs, (v,), p, alpha, (), "bf16", SWAPPED)
     return accs, m, l
+
+
+@triton.jit
+def decoded_pass(
+    data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor, latent_factor, cap,
+    q, qr, q_lo, qr_lo, batch,
+    FORMAT: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE_IN_PAGE: tl.constexpr, CAPPED: tl.constexpr, SPLIT_Q: tl.constexpr,
+    STRIDE_TOKEN: tl.constexpr, STRIDE_SCALE: tl.constexpr, PTX: tl.constexpr, SWAPPED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """All keys of a range by tiles that are decoded into shared memory: (output parts, reference [R], sum of P [R]).
+
+    CAREFUL: once more, because the fast pass met values that are not finite, which reach rows that do not see their key as
+    0 * NaN. Such keys become zeros with a logit of NaN.
+    """
+    TILED: tl.constexpr = FORMAT == "fp8_tile128"
+    m = tl.full([R], float("-inf"), tl.float32)
+    accs = zero_outputs(R, PARTS, SWAPPED)
+    zero = tl.zeros([BN, R] if SWAPPED else [R, BN], tl.float32)
+    sums = zero  # of P, per lane; one exchange at the end
+    words_ptr = data_ptr.to(tl.pointer_type(tl.int32))
+    last = start + (end - 1 - start) // BN * BN
+    raw = load_tile(
+        start, end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
+        FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
+    )  # fmt: skip
+    # One trip, which the machine-code compiler can tell and the tile compiler cannot: inside, the decoded latent is a
+    # block argument, and those become operands in shared memory that both products read. Outside, the tile
+    # compiler would bring each product's operand into registers by a trip through shared memory of its own.
+    # The rope part serves one product and stays outside: a register operand. (In shared memory its space would be
+    # reused for P, and ptxas 12.8 then takes the upper half of P's matrix descriptors from an undefined register.)
+    one = tl.minimum(tl.maximum(batch, 1), 1)
+    for n in tl.range(start, end, BN, num_stages=1):
+        if TILE_IN_PAGE and n + BN > end:
+            # The rest of the page is not ours, and weight 0 does not hide a NaN.
+            raw = hide_rows(raw, n + tl.arange(0, BN) < end)
+        k, r = decode(raw, FORMAT, PTX)
+        scales = tile_scales(raw, FORMAT)
+        if CAREFUL:
+            sound = finite_rows(k)
+            k = hide_rows(k, sound)
+        for i in tl.range(0, one, num_stages=1):
+            # i is 0; with it in the address the loads stay here, behind the stores of the decoded tile, whose
+            # registers they take over.
+            raw = load_tile(
+                tl.minimum(n + BN + i * BN, last), end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page,
+                stride_scale_page, FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
+            )  # fmt: skip
+            lift = 0.0
+            if TILED:
+                lift = log2_of_largest(scales)
+            s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, zero, FORMAT, SPLIT_Q, SWAPPED)
+            if CAREFUL:
+                s += by_key(tl.where(sound, 0.0, float("nan")), SWAPPED)
+            p, alpha, m = soft_weights(s, m, n, bound, factor, cap, lift, BN, CAPPED, TILED, SWAPPED)
+            sums = sums * by_row(alpha, SWAPPED) + p
+            accs = accumulate(accs, k, p, alpha, scales, FORMAT, SWAPPED)
+            # Never used: it makes the operands loop-carried.
+            k = zeroed(k)
+    return accs, m, tl.sum(sums, 0 if SWAPPED else 1)
+
+
+@triton.jit
+def finite_rows(xs):
+    """Which rows of a tuple of [m, n] hold nothing but finite values."""
+    worst = tl.max(tl.abs(xs[0].to(tl.float32)).to(tl.int32, bitcast=True), 1)  # ordered like the magnitudes
+    for j in tl.static_range(1, len(xs)):
+        worst = tl.maximum(worst, tl.max(tl.abs(xs[j].to(tl.float32)).to(tl.int32, bitcast=True), 1))
+    return worst < 0x7F800000
 
 
 @triton.jit
@@ -359,7 +422,7 @@ def decode_kernel(
     partial_lse_ptr,  # [items, row_tiles, R] fp32, base 2
     splits_ptr,  # [batch] int32: splits of each sequence; written here unless PLAN == "table"
     first_ptr,  # [batch] int32: number of each sequence's first item; likewise
-    item_seq_ptr,  # [items] int32: sequence of each item (PLAN == "table")
+    items_ptr,  # [items, 2] int32: see plan_kernel (PLAN == "table")
     num_items_ptr,  # [1] int32 (PLAN == "table")
     factors_ptr,  # [32] int32: split_plan.CHUNK_CANDIDATES, then 0
     q_ptr,  # [total_q, num_heads, 576] bf16 | fp16
@@ -407,7 +470,9 @@ def decode_kernel(
     BATCH_POW2: tl.constexpr,
     GRANULARITY: tl.constexpr,
     SWAPPED: tl.constexpr,  # keys on the M side
-    PTX: tl.constexpr,  # NVIDIA: packed bf16 arithmetic by inline PTX
+    RAW_TILES: tl.constexpr,  # shared memory holds keys as stored (always with bf16)
+    ISA: tl.constexpr,  # NVIDIA: 80, 89 (converts e4m3), for inline PTX; otherwise 0
+    PDL: tl.constexpr,  # launched while the plan kernel still runs: wait for its results
     NUM_WARPS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -426,11 +491,9 @@ def decode_kernel(
             TABLE, PAGE_SIZE, GRANULARITY, FIXED_SIZE, BATCH_POW2,
         )  # fmt: skip
     else:
-        b = tl.load(item_seq_ptr + unit)
-        b = tl.where(unit < tl.load(num_items_ptr), b, batch)
-        exists = b < batch
-        n_splits = tl.load(splits_ptr + b, mask=exists, other=1)
-        split = unit - tl.load(first_ptr + b, mask=exists, other=0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        b, split, n_splits = read_item(unit, batch, items_ptr, num_items_ptr)
     if b >= batch:
         return
     if PLAN == "inline" and (split == 0) & (tile == 0):
@@ -462,6 +525,8 @@ def decode_kernel(
     m = tl.full([R], float("-inf"), tl.float32)
     l = tl.zeros([R], tl.float32)
     PARTS: tl.constexpr = 1 if FORMAT == "bf16" else (2 if FORMAT == "fp8" else (4 if FORMAT == "mxfp4" else 8))
+    PTX: tl.constexpr = ISA > 0
+    KEY_FACTOR: tl.constexpr = 1.0 if RAW_TILES and ISA >= 89 else 256.0  # fp8: what a stored value is to its operand's
     accs = zero_outputs(R, PARTS, SWAPPED)
     value_factor = 1.0
     if start < end:
@@ -474,10 +539,10 @@ def decode_kernel(
         if FORMAT == "fp8" or FORMAT == "fp8_tile128":
             # To fp16 by a power of two of the row, so exactly: the row's largest value lands in 2**12 .. 2**13. Its inverse
             # goes into the logits with the keys' 2**8; the values' 2**8 is undone at the end.
-            value_factor = 256.0
+            value_factor = KEY_FACTOR
             peak = tl.max(tl.abs(nope.to(tl.float32)), 1)
             if FORMAT == "fp8":
-                value_factor = tl.load(scale_ptr) * 256.0
+                value_factor = tl.load(scale_ptr) * KEY_FACTOR
                 peak = tl.maximum(peak, tl.max(tl.abs(rope.to(tl.float32)), 1))
             exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 13), 253)
             up = ((266 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -509,79 +574,79 @@ def decode_kernel(
             first_slot = tl.load(kv_indptr_ptr + b).to(tl.int64)
         zero = tl.zeros([BN, R] if SWAPPED else [R, BN], tl.float32)
         sums = zero  # of P, per lane; one exchange at the end
-        if FORMAT == "bf16":
-            acc = accs[0]
+        TILED: tl.constexpr = FORMAT == "fp8_tile128"
+        if RAW_TILES:
             for n in tl.range(start, end, BN, num_stages=NUM_STAGES):
                 base, at = token_rows(
                     n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE
                 )
-                k_ptr = data_ptr + base + at[:, None] + tl.arange(0, 512)[None, :]
-                if SWAPPED:
-                    # The rope part as words, so that it becomes a register operand (see below).
-                    r_ptr = (data_ptr + base).to(tl.pointer_type(tl.int32)) + (at // 2)[:, None] + (256 + tl.arange(0, 32))[None, :]
-                else:
-                    r_ptr = data_ptr + base + at[:, None] + (512 + tl.arange(0, 64))[None, :]
+                scales = ()
                 if TILE_IN_PAGE:
                     # The rest of the page is not ours; asynchronous copies fill with zeros at no cost.
-                    keep = (n + tl.arange(0, BN) < end)[:, None]
-                    k = tl.load(k_ptr, mask=keep, other=0)
-                    r = tl.load(r_ptr, mask=keep, other=0)
+                    keep = n + tl.arange(0, BN) < end
                 else:
-                    k = tl.load(k_ptr)
-                    r = tl.load(r_ptr)
-                if SWAPPED:
-                    r = half_words(r, tl.bfloat16)
-                s = logits((k,), (r,), q, qr, q_lo, qr_lo, (), latent_factor, zero, FORMAT, SPLIT_Q, SWAPPED)
-                p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, 0.0, BN, CAPPED, False, SWAPPED)
-                sums = sums * by_row(alpha, SWAPPED) + p
-                accs1 = accumulate((acc,), (k,), p, alpha, (), FORMAT, SWAPPED)
-                acc = accs1[0]
-            accs = (acc,)
-        else:
-            TILED: tl.constexpr = FORMAT == "fp8_tile128"
-            words_ptr = data_ptr.to(tl.pointer_type(tl.int32))
-            last = start + (end - 1 - start) // BN * BN
-            raw = load_tile(
-                start, end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page,
-                FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
-            )  # fmt: skip
-            # One trip, which the machine-code compiler can tell and the tile compiler cannot: inside, the decoded latent is a
-            # block argument, and those become operands in shared memory that both products read. Outside, the tile
-            # compiler would bring each product's operand into registers by a trip through shared memory of its own.
-            # The rope part serves one product and stays outside: a register operand. (In shared memory its space would be
-            # reused for P, and ptxas 12.8 then takes the upper half of P's matrix descriptors from an undefined register.)
-            one = tl.minimum(tl.maximum(batch, 1), 1)
-            for n in tl.range(start, end, BN, num_stages=1):
-                if TILE_IN_PAGE and n + BN > end:
-                    # The rest of the page is not ours, and weight 0 does not hide a NaN.
-                    raw = hide_rows(raw, n + tl.arange(0, BN) < end)
-                k, r = decode(raw, FORMAT, PTX)
-                scales = tile_scales(raw, FORMAT)
-                for i in tl.range(0, one, num_stages=1):
-                    # i is 0; with it in the address the loads stay here, behind the stores of the decoded tile, whose
-                    # registers they take over.
-                    raw = load_tile(
-                        tl.minimum(n + BN + i * BN, last), end, words_ptr, scale_ptr, pages_ptr, first_slot, stride_page,
-                        stride_scale_page, FORMAT, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE, STRIDE_TOKEN, STRIDE_SCALE,
-                    )  # fmt: skip
-                    lift = 0.0
+                    keep = tl.full([BN], True, tl.int1)
+                if FORMAT == "bf16":
+                    rows_ptr = data_ptr + base + at[:, None]
+                    k = (load_columns(rows_ptr, 0, 512, keep, TILE_IN_PAGE),)
+                    v = k
+                    if SWAPPED:
+                        # The rope part as words, so that it becomes a register operand (see below).
+                        words = (data_ptr + base).to(tl.pointer_type(tl.int32)) + (at // 2)[:, None]
+                        r = (half_words(load_columns(words, 256, 32, keep, TILE_IN_PAGE), tl.bfloat16),)
+                    else:
+                        r = (load_columns(rows_ptr, 512, 64, keep, TILE_IN_PAGE),)
+                else:
+                    words_ptr = data_ptr.to(tl.pointer_type(tl.int32)) + base
+                    rows_ptr = words_ptr.to(tl.pointer_type(tl.int16)) + (at * 2)[:, None]
                     if TILED:
-                        lift = log2_of_largest(scales)
-                    s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, zero, FORMAT, SPLIT_Q, SWAPPED)
-                    p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, lift, BN, CAPPED, TILED, SWAPPED)
-                    sums = sums * by_row(alpha, SWAPPED) + p
-                    accs = accumulate(accs, k, p, alpha, scales, FORMAT, SWAPPED)
-                    # Never used: it makes the operands loop-carried.
-                    k = zeroed(k)
-        l = tl.sum(sums, 0 if SWAPPED else 1)
-        if MANY_Q and CAUSAL:  # noqa: SIM102 (one is known when compiling, the other when running)
-            # A value that is not finite reaches the rows that do not see it as 0 * NaN: look again if one turned up.
-            if all_finite(accs) == 0:
-                accs, m, l = careful_pass(
-                    data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor,
-                    latent_factor, logit_cap, q, qr, q_lo, qr_lo, FORMAT, R, PARTS, UNIT, TABLE, PAGE_SIZE, CAPPED, SPLIT_Q,
-                    STRIDE_TOKEN, STRIDE_SCALE, PTX, SWAPPED,
-                )  # fmt: skip
+                        w0 = load_columns(rows_ptr, 0, 64, keep, TILE_IN_PAGE)
+                        w1 = load_columns(rows_ptr, 64, 64, keep, TILE_IN_PAGE)
+                        w2 = load_columns(rows_ptr, 128, 64, keep, TILE_IN_PAGE)
+                        w3 = load_columns(rows_ptr, 192, 64, keep, TILE_IN_PAGE)
+                        k = e4m3_halves(w0, False, ISA) + e4m3_halves(w1, False, ISA)
+                        k = k + e4m3_halves(w2, False, ISA) + e4m3_halves(w3, False, ISA)
+                        v = e4m3_halves(w0, MANY_Q, ISA) + e4m3_halves(w1, MANY_Q, ISA)
+                        v = v + e4m3_halves(w2, MANY_Q, ISA) + e4m3_halves(w3, MANY_Q, ISA)
+                        r = (load_columns(words_ptr.to(tl.pointer_type(tl.bfloat16)) + (at * 2)[:, None], 264, 64, keep, TILE_IN_PAGE),)
+                        factors = words_ptr.to(tl.pointer_type(tl.float32)) + at
+                        scales = (
+                            tl.load(factors + 128, mask=keep, other=0.0), tl.load(factors + 129, mask=keep, other=0.0),
+                            tl.load(factors + 130, mask=keep, other=0.0), tl.load(factors + 131, mask=keep, other=0.0),
+                        )  # fmt: skip
+                    else:
+                        w = load_columns(rows_ptr, 0, 256, keep, TILE_IN_PAGE)
+                        k = e4m3_halves(w, False, ISA)
+                        v = e4m3_halves(w, MANY_Q, ISA)
+                        r = e4m3_halves(load_columns(rows_ptr, 256, 32, keep, TILE_IN_PAGE), False, ISA)
+                lift = 0.0
+                if TILED:
+                    lift = log2_of_largest(scales)
+                s = logits(k, r, q, qr, q_lo, qr_lo, scales, latent_factor, zero, FORMAT, SPLIT_Q, SWAPPED)
+                p, alpha, m = soft_weights(s, m, n, bound, factor, logit_cap, lift, BN, CAPPED, TILED, SWAPPED)
+                sums = sums * by_row(alpha, SWAPPED) + p
+                accs = accumulate(accs, v, p, alpha, scales, FORMAT, SWAPPED)
+            l = tl.sum(sums, 0 if SWAPPED else 1)
+            if FORMAT == "bf16" and MANY_Q and CAUSAL:  # noqa: SIM102 (one is known when compiling, the other when running)
+                # A value that is not finite reaches the rows that do not see it as 0 * NaN: look again if one turned up.
+                if all_finite(accs) == 0:
+                    accs, m, l = careful_pass(
+                        data_ptr, pages_ptr, first_slot, stride_page, start, end, bound, factor, logit_cap, q, qr, q_lo, qr_lo,
+                        R, UNIT, TABLE, PAGE_SIZE, CAPPED, SPLIT_Q, STRIDE_TOKEN, SWAPPED,
+                    )  # fmt: skip
+        else:
+            accs, m, l = decoded_pass(
+                data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor,
+                latent_factor, logit_cap, q, qr, q_lo, qr_lo, batch, FORMAT, R, PARTS, BN, UNIT, TABLE, PAGE_SIZE, TILE_IN_PAGE,
+                CAPPED, SPLIT_Q, STRIDE_TOKEN, STRIDE_SCALE, PTX, SWAPPED, False,
+            )  # fmt: skip
+            if MANY_Q and CAUSAL:  # noqa: SIM102
+                if all_finite(accs) == 0:
+                    accs, m, l = decoded_pass(
+                        data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor,
+                        latent_factor, logit_cap, q, qr, q_lo, qr_lo, batch, FORMAT, R, PARTS, BN, UNIT, TABLE, PAGE_SIZE,
+                        TILE_IN_PAGE, CAPPED, SPLIT_Q, STRIDE_TOKEN, STRIDE_SCALE, PTX, SWAPPED, True,
+                    )  # fmt: skip
 
     # -- results; a row that saw nothing has l = 0
     seen = l != 0.0  # NaN counts as seen

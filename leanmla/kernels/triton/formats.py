@@ -157,6 +157,72 @@ def load_words(
 
 
 @triton.jit
+def e4m3_halves(w, CLEAN: tl.constexpr, ISA: tl.constexpr):
+    """int16 of two e4m3 each -> (fp16 of the low bytes, of the high bytes), each value * 2**-8, or unscaled with ISA 89.
+
+    Elementwise, so it works in whatever layout the matrix instruction wants its operand in: the tile stays as stored in
+    shared memory and is decoded between there and the instruction. CLEAN: NaN becomes a number, for values, whose
+    NaN reaches a row through the key's logit and must not reach rows that do not see the key.
+
+    ISA: NVIDIA architecture (80: packed integer operations, 89: conversion instructions), 0: no inline assembly.
+    """
+    if ISA >= 89:
+        if CLEAN:  # min takes the operand that is not NaN
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t, u, v, c; .reg .b16 lo, hi; prmt.b32 t, $2, $2, 0x3120; mov.b32 {lo, hi}, t; mov.b32 c, 0x7BFF7BFF;"
+                " cvt.rn.f16x2.e4m3x2 u, lo; cvt.rn.f16x2.e4m3x2 v, hi; min.f16x2 $0, u, c; min.f16x2 $1, v, c; }",
+                "=r,=r,r",
+                [w],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $2, $2, 0x3120; mov.b32 {lo, hi}, t;"
+                " cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
+                "=r,=r,r",
+                [w],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    elif ISA >= 80:
+        if CLEAN:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 a, b; shl.b32 a, $2, 8; and.b32 a, a, 0x80008000; shl.b32 b, $2, 7; and.b32 b, b, 0x3F803F80;"
+                " or.b32 $0, a, b; and.b32 a, $2, 0x80008000; shr.b32 b, $2, 1; and.b32 b, b, 0x3F803F80; or.b32 $1, a, b; }",
+                "=&r,=r,r",
+                [w],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 a, b, c, e; mov.b32 c, 0x3F803F80;"
+                " shl.b32 a, $2, 8; and.b32 a, a, 0x80008000; shl.b32 b, $2, 7; and.b32 b, b, c; set.eq.u32.f16x2 e, b, c;"
+                " or.b32 a, a, b; or.b32 $0, a, e;"
+                " and.b32 a, $2, 0x80008000; shr.b32 b, $2, 1; and.b32 b, b, c; set.eq.u32.f16x2 e, b, c;"
+                " or.b32 a, a, b; or.b32 $1, a, e; }",
+                "=&r,=r,r",
+                [w],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        low = (w << 7) & 0x3F80
+        high = (w >> 1) & 0x3F80
+        if not CLEAN:
+            low = tl.where(low == 0x3F80, 0x7FFF, low)
+            high = tl.where(high == 0x3F80, 0x7FFF, high)
+        low = low | ((w << 8) & -32768)
+        high = high | (w & -32768)
+        return low.to(tl.int16).to(tl.float16, bitcast=True), high.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def hide_rows(raw, keep):
     """A tile with zero words, which are zero values in every format, in the rows that are not kept."""
     new = ()

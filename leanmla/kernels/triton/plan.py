@@ -157,7 +157,7 @@ def key_range(kv_len, s, n, split_size, GRANULARITY: tl.constexpr, FIXED_SIZE: t
 def plan_kernel(
     splits_ptr,  # [batch] int32 out: items of each sequence
     first_ptr,  # [batch] int32 out: number of its first item
-    item_seq_ptr,  # [max_items] int32 out: sequence of each item
+    items_ptr,  # [max_items, 2] int32 out: sequence of each item; its split + splits of the sequence * 2**15
     num_items_ptr,  # [1] int32 out
     kv_indptr_ptr,
     kv_last_ptr,
@@ -171,44 +171,74 @@ def plan_kernel(
     GRANULARITY: tl.constexpr,
     FIXED_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,  # sequences a step
+    ONE_STEP: tl.constexpr,  # batch <= CHUNK: lengths are read once
+    PDL: tl.constexpr,  # the decode kernel may be launched now; it waits for the plan itself
 ):
-    """Plan batches too large for one vector. Grid: one program, which walks the batch in steps of CHUNK sequences."""
+    """Plan a batch. Grid: one program, which walks the batch in steps of CHUNK sequences."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     lane = tl.arange(0, CHUNK)
-    chunk = 1
-    if not FIXED_SIZE:
-        total = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
-        longest = tl.max(tl.zeros([CHUNK], tl.int32), 0)
-        for b0 in range(0, batch, CHUNK):
-            live = b0 + lane < batch
-            lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
-            blocks = (lens + GRANULARITY - 1) // GRANULARITY
-            total += tl.sum(blocks, 0)
-            longest = tl.maximum(longest, tl.max(blocks, 0))
-        chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
-        items = tl.zeros([32], tl.int32)
-        largest = tl.zeros([32], tl.int32)
-        smallest = tl.full([32], 2147483647, tl.int32)
-        for b0 in range(0, batch, CHUNK):
-            live = b0 + lane < batch
-            lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
-            more, most, least = items_of_chunks((lens + GRANULARITY - 1) // GRANULARITY, live, chunks)
-            items += more
-            largest = tl.maximum(largest, most)
-            smallest = tl.minimum(smallest, least)
-        chunk = cheapest_chunk(chunks, items, largest, smallest, total, num_workers)
-    done = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
-    for b0 in range(0, batch, CHUNK):
-        live = b0 + lane < batch
-        lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+    if ONE_STEP:
+        live = lane < batch
+        lens = kv_length(lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+        blocks = (lens + GRANULARITY - 1) // GRANULARITY
         if FIXED_SIZE:
             counts = tl.maximum((lens + split_size - 1) // split_size, 1)
         else:
-            counts = tl.maximum(ceil_div_fast((lens + GRANULARITY - 1) // GRANULARITY, chunk), 1)
-        counts = tl.where(live, counts, 0)
-        first = done + tl.cumsum(counts, 0) - counts
-        tl.store(splits_ptr + b0 + lane, counts, mask=live)
-        tl.store(first_ptr + b0 + lane, first, mask=live)
-        for s in range(tl.max(counts, 0)):
-            tl.store(item_seq_ptr + first + s, b0 + lane, mask=s < counts)
-        done += tl.sum(counts, 0)
-    tl.store(num_items_ptr, done)
+            counts = tl.maximum(ceil_div_fast(blocks, choose_chunk(blocks, live, factors_ptr, num_workers)), 1)
+        write_items(splits_ptr, first_ptr, items_ptr, lane, live, counts, 0)
+        tl.store(num_items_ptr, tl.sum(tl.where(live, counts, 0), 0))
+    else:
+        chunk = 1
+        if not FIXED_SIZE:
+            total = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
+            longest = tl.max(tl.zeros([CHUNK], tl.int32), 0)
+            for b0 in range(0, batch, CHUNK):
+                live = b0 + lane < batch
+                lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+                blocks = (lens + GRANULARITY - 1) // GRANULARITY
+                total += tl.sum(blocks, 0)
+                longest = tl.maximum(longest, tl.max(blocks, 0))
+            chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
+            items = tl.zeros([32], tl.int32)
+            largest = tl.zeros([32], tl.int32)
+            smallest = tl.full([32], 2147483647, tl.int32)
+            for b0 in range(0, batch, CHUNK):
+                live = b0 + lane < batch
+                lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+                more, most, least = items_of_chunks((lens + GRANULARITY - 1) // GRANULARITY, live, chunks)
+                items += more
+                largest = tl.maximum(largest, most)
+                smallest = tl.minimum(smallest, least)
+            chunk = cheapest_chunk(chunks, items, largest, smallest, total, num_workers)
+        done = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
+        for b0 in range(0, batch, CHUNK):
+            live = b0 + lane < batch
+            lens = kv_length(b0 + lane, live, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+            if FIXED_SIZE:
+                counts = tl.maximum((lens + split_size - 1) // split_size, 1)
+            else:
+                counts = tl.maximum(ceil_div_fast((lens + GRANULARITY - 1) // GRANULARITY, chunk), 1)
+            write_items(splits_ptr, first_ptr, items_ptr, b0 + lane, live, counts, done)
+            done += tl.sum(tl.where(live, counts, 0), 0)
+        tl.store(num_items_ptr, done)
+
+
+@triton.jit
+def write_items(splits_ptr, first_ptr, items_ptr, b, live, counts, done):
+    """Items of sequences b [CHUNK], which come after the ``done`` items of earlier ones."""
+    counts = tl.where(live, counts, 0)
+    first = done + tl.cumsum(counts, 0) - counts
+    tl.store(splits_ptr + b, counts, mask=live)
+    tl.store(first_ptr + b, first, mask=live)
+    for s in range(tl.max(counts, 0)):
+        tl.store(items_ptr + 2 * (first + s), b, mask=s < counts)
+        tl.store(items_ptr + 2 * (first + s) + 1, s + (counts << 15), mask=s < counts)
+
+
+@triton.jit
+def read_item(unit, batch, items_ptr, num_items_ptr):
+    """(sequence, split, splits of the sequence) of item ``unit``; sequence = batch if there is no such item."""
+    b = tl.load(items_ptr + 2 * unit)
+    cut = tl.load(items_ptr + 2 * unit + 1)
+    return tl.where(unit < tl.load(num_items_ptr), b, batch), cut & 32767, cut >> 15
