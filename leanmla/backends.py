@@ -17,6 +17,7 @@ __all__ = ["NAMES", "Backend", "choose", "get", "reasons", "why_not"]
 
 #: Where each backend lives, in the order in which "auto" prefers them.
 _MODULES: dict[str, str] = {
+    "hopper_cuda": "leanmla.kernels.hopper_cuda.backend",
     "hopper": "leanmla.kernels.hopper.backend",
     "flydsl": "leanmla.kernels.flydsl.backend",
     "triton": "leanmla.kernels.triton.backend",

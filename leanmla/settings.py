@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from .errors import InvalidArgument
 
-__all__ = ["VARIABLES", "cpu_threads", "default_backend", "popcorn_fd", "popcorn_seed"]
+__all__ = ["VARIABLES", "cache_directory", "cpu_threads", "default_backend", "popcorn_fd", "popcorn_seed"]
 
 #: name -> what it does; printed by ``leanmla info``.
 VARIABLES: dict[str, str] = {
     "LEANMLA_BACKEND": "backend to use where the caller says backend='auto'",
+    "LEANMLA_CACHE_DIR": "where compiled CUDA kernels are kept (default: leanmla in $XDG_CACHE_HOME or ~/.cache)",
     "LEANMLA_CPU_THREADS": "threads of the cpu backend (default: torch.get_num_threads())",
     "POPCORN_FD": "file descriptor on which 'leanmla contest' speaks the contest's line protocol; unset: tables for people",
     "POPCORN_SEED": "secret seed that the contest's protocol combines with each case's",
@@ -20,6 +22,14 @@ VARIABLES: dict[str, str] = {
 def default_backend() -> str:
     """What ``backend="auto"`` means: a backend's name, or "auto" itself."""
     return os.environ.get("LEANMLA_BACKEND", "").strip() or "auto"
+
+
+def cache_directory() -> Path:
+    """Where compiled CUDA kernels are kept. It need not exist."""
+    chosen = os.environ.get("LEANMLA_CACHE_DIR", "").strip()
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME", "").strip() or Path("~/.cache").expanduser()) / "leanmla"
 
 
 def cpu_threads() -> int | None:

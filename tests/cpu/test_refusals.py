@@ -80,7 +80,7 @@ CASES = [
     ({"qo_indptr": i32(0, 2, 2), "max_q_len": 1}, CapacityExceeded, "max_q_len: sequence 0 has 2 query rows, expected at most 1"),
     ({"qo_indptr": torch.zeros(6, dtype=torch.int32)[::2]}, InvalidArgument, "qo_indptr: must be contiguous"),
     ({"max_q_len": 0}, InvalidArgument, "max_q_len: expected at least 1"),
-    ({"backend": "cuda"}, InvalidArgument, "backend: expected 'auto' or one of hopper, flydsl, triton, cpu, reference, got 'cuda'"),
+    ({"backend": "cuda"}, InvalidArgument, "backend: expected 'auto' or one of hopper_cuda, hopper, flydsl, triton, cpu, reference, got 'cuda'"),
 ]  # fmt: skip
 
 

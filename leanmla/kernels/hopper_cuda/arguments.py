@@ -1,0 +1,96 @@
+"""The kernel's arguments from a checked call: ``Arguments`` of layout.cuh as a ctypes structure."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from ...problem import DecodeArgs
+from .launch import ROWS, CudaLaunch
+
+__all__ = ["HEADER", "Arguments", "fill"]
+
+HEADER = 4  #: words before the two sets of counters, as in reduction.cuh
+_LOG2E = math.log2(math.e)
+
+_POINTERS = ("q", "out", "lse", "part_out", "part_lse", "counters", "cache", "lens", "last", "ids", "qo")
+_STRIDES = (
+    "q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head", "lse_stride", "page_stride", "token_stride", "ids_stride",
+)  # fmt: skip
+_INTEGERS = (
+    "num_counters", "kind", "page_size", "page_shift", "whole_slots", "q_len", "batch", "heads", "tiles", "causal", "mode", "workers",
+    "splits", "may_wait", "unit_shift", "pairs",
+)  # fmt: skip
+_FLOATS = ("scale", "cap", "cap_inverse")
+
+
+class Arguments(ctypes.Structure):
+    """Field by field as in layout.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+        *((name, ctypes.c_int32) for name in _INTEGERS),
+        *((name, ctypes.c_float) for name in _FLOATS),
+    ]
+
+
+def _even(t: torch.Tensor) -> bool:
+    return t.data_ptr() % 4 == 0 and t.stride(0) % 2 == 0 and t.stride(1) % 2 == 0
+
+
+def _address(t: torch.Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
+    """Arguments of a call; they hold addresses, so the call's tensors must outlive the launch."""
+    problem, table, q, out = args.problem, args.table, args.q, args.out
+    contiguous = table.kind == "contiguous"
+    data = args.cache.as_tokens().data if contiguous else args.cache.data  # bytes: strides count them
+    token_stride = data.stride(0) if contiguous else data.stride(1)
+    page = table.page_size
+    cap = max(problem.logit_cap, 1e-30) * _LOG2E  # fp32 holds its reciprocal; a smaller cap gives no other output
+    lens = table.cache_seqlens if table.kind == "block_table" else table.kv_indptr
+    return Arguments(
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        lse=_address(args.lse),
+        part_out=workspace.part_out.data_ptr(),
+        part_lse=workspace.part_lse.data_ptr(),
+        counters=workspace.counters.data_ptr(),
+        cache=data.data_ptr(),
+        lens=_address(lens),
+        last=_address(table.kv_last_page_len) if table.kind == "csr" and page > 1 else None,
+        ids=_address(table.page_ids),
+        qo=_address(args.qo_indptr),
+        q_stride_token=q.stride(0),
+        q_stride_head=q.stride(1),
+        out_stride_token=out.stride(0),
+        out_stride_head=out.stride(1),
+        lse_stride=0 if args.lse is None else args.lse.stride(0),
+        page_stride=data.stride(0),
+        token_stride=token_stride,
+        ids_stride=table.page_ids.stride(0) if table.kind == "block_table" and table.page_ids is not None else 0,
+        num_counters=(workspace.counters.numel() - HEADER) // 2,
+        kind=launch.kind,
+        page_size=page,
+        page_shift=page.bit_length() - 1 if page & (page - 1) == 0 else -1,
+        whole_slots=token_stride == data.shape[-1] and (contiguous or page % ROWS == 0),
+        q_len=q.shape[0] // problem.batch,
+        batch=problem.batch,
+        heads=problem.num_heads,
+        tiles=launch.tiles,
+        causal=problem.causal and problem.max_q_len > 1,
+        mode=launch.mode,
+        workers=launch.workers,
+        splits=launch.splits,
+        may_wait=launch.may_wait,
+        unit_shift=launch.unit_shift,
+        pairs=_even(q) and _even(out),
+        scale=args.sm_scale * _LOG2E,
+        cap=cap,
+        cap_inverse=1.0 / cap,
+    )

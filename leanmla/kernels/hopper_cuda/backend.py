@@ -1,0 +1,132 @@
+"""The ``hopper_cuda`` backend: CUDA C++ for sm_90, for the cache format mxfp4_row320."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from ...device import DeviceInfo, describe
+from ...errors import CapacityExceeded, InvalidArgument
+from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
+from . import compiler
+from .arguments import HEADER, fill
+from .launch import KEYS, MODES, ROWS, choose_launch
+
+__all__ = ["BACKEND", "HopperCudaBackend", "Workspace"]
+
+_FORMAT = "mxfp4_row320"
+_THREADS = 512
+#: Most splits of one sequence: arrivals are counted in 15 bits (reduction.cuh).
+_MAX_SPLITS = 32767
+
+
+@dataclass
+class Workspace:
+    """Scratch of one plan. ``counters`` start as zeros; every launch leaves the set that the next one uses as zeros."""
+
+    part_out: torch.Tensor  #: fp32 [slots, 16 * 512]
+    part_lse: torch.Tensor  #: fp32 [slots, 16]
+    counters: torch.Tensor  #: int32 [4 + 2 * batch * row tiles], see reduction.cuh
+
+
+class HopperCudaBackend:
+    """See ``leanmla.backends.Backend``."""
+
+    name = "hopper_cuda"
+
+    def why_not(self, problem: DecodeProblem, device: DeviceInfo) -> str | None:
+        if device.kind != "cuda" or device.arch != "sm_90":
+            return f"needs an NVIDIA Hopper GPU (sm_90), this device is {device.arch}"
+        if problem.format != _FORMAT:
+            return f"has a kernel for cache format '{_FORMAT}' only, this is '{problem.format}'"
+        if device.shared_memory and device.shared_memory < compiler.SHARED_BYTES:
+            return f"needs {compiler.SHARED_BYTES} bytes of shared memory a block, this device has {device.shared_memory}"
+        if not 1 <= problem.num_heads <= 128:
+            return f"takes 1 to 128 heads, got {problem.num_heads}"
+        if problem.num_kv_splits is not None and problem.num_kv_splits > _MAX_SPLITS:
+            return f"takes at most {_MAX_SPLITS} splits, got num_kv_splits={problem.num_kv_splits}"
+        if problem.split_size is not None:
+            if problem.split_size % KEYS:
+                return f"takes a split_size that is a multiple of {KEYS}, got {problem.split_size}"
+            if problem.max_kv_len > _MAX_SPLITS * problem.split_size:
+                return f"takes at most {_MAX_SPLITS} splits, which split_size={problem.split_size} may exceed"
+        return compiler.unavailable()
+
+    def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
+        launch = choose_launch(problem, device)
+        whole = problem.table_kind == "contiguous" or problem.page_size % ROWS == 0
+        how = (
+            f"{launch.workers} workers take equal pieces of the batch, planned on the device"
+            if launch.mode == MODES["balanced"]
+            else f"{launch.workers} splits of every sequence, as asked"
+        )
+        return LaunchConfig(
+            backend=self.name,
+            kernel=f"leanmla/kernels/hopper_cuda/{compiler.SOURCE}",
+            block_rows=ROWS,
+            block_kv=KEYS,
+            num_workers=launch.grid,
+            reason=f"{launch.tiles} row tile(s) of {ROWS}, one block an SM; {how}; rows copied {ROWS if whole else 1} at a time",
+            extra=(("stages", "4"), ("warps", "12 scoring + 4 summing")),
+        )
+
+    def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
+        launch = choose_launch(problem, describe(device))
+        # A later call may be smaller, and use more workers on fewer row tiles.
+        slots = max(launch.slots, 2 * (describe(device).num_sms + 1) if launch.mode == MODES["balanced"] else 0)
+        return Workspace(
+            part_out=torch.empty(slots, ROWS * 512, dtype=torch.float32, device=device),
+            part_lse=torch.empty(slots, ROWS, dtype=torch.float32, device=device),
+            counters=torch.zeros(HEADER + 2 * max(problem.batch, 1) * launch.tiles, dtype=torch.int32, device=device),
+        )
+
+    def run(self, args: DecodeArgs, workspace: Workspace) -> None:
+        problem = args.problem
+        if problem.batch == 0 or args.q.shape[0] == 0:
+            return
+        launch = choose_launch(problem, describe(args.q.device))
+        counters = (workspace.counters.numel() - HEADER) // 2
+        if launch.slots > workspace.part_lse.shape[0] or problem.batch * launch.tiles > counters:
+            raise CapacityExceeded(
+                f"workspace: it holds {workspace.part_lse.shape[0]} partial results and {counters} counters, {problem} "
+                f"needs {launch.slots} and {problem.batch * launch.tiles}. Make the plan for a larger problem."
+            )
+        _check_cache(args)
+        _launch(args.q.device, compiler.Variant(problem.q_dtype == "fp16", problem.logit_cap > 0), launch.grid, fill(args, launch, workspace))
+
+
+def _launch(device: torch.device, variant: compiler.Variant, grid: int, arguments: ctypes.Structure) -> None:
+    """On torch's current stream; a capture records it."""
+    from cuda.bindings import driver
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    with torch.cuda.device(index):
+        kernel = compiler.kernel(variant, index)
+        stream = driver.CUstream(torch.cuda.current_stream(index).cuda_stream)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))  # copied by the launch
+
+        def attempt() -> tuple:
+            return driver.cuLaunchKernel(kernel, grid, 1, 1, _THREADS, 1, 1, compiler.SHARED_BYTES, stream, ctypes.addressof(parameters), 0)
+
+        answer = attempt()
+        if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread in which nothing has used the GPU yet; torch's context is the device's primary one.
+            from cuda.core import Device
+
+            Device(index).set_current()
+            answer = attempt()
+        compiler.check(answer, "cuLaunchKernel")
+
+
+def _check_cache(args: DecodeArgs) -> None:
+    data = args.cache.data
+    if data.data_ptr() % 16 or any(s % 16 for s in data.stride()[:2]):
+        raise InvalidArgument(
+            f"cache: backend 'hopper_cuda' copies rows in units of 16 bytes, so they must start at multiples of 16 bytes; got address "
+            f"{data.data_ptr():#x} and strides of {list(data.stride()[:2])} bytes. Align the buffer, or use backend='triton'."
+        )
+
+
+BACKEND = HopperCudaBackend()

@@ -1,0 +1,58 @@
+"""How a problem is laid on the machine: number of workers, scratch memory. Plain values, no GPU needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...device import DeviceInfo
+from ...problem import DecodeProblem
+
+__all__ = ["KEYS", "MODES", "ROWS", "TABLE_KINDS", "CudaLaunch", "choose_launch"]
+
+KEYS = 64  #: a tile
+ROWS = 16  #: (query token, head) pairs a block works on
+#: Numbers of ``TableKind`` and ``Mode`` in layout.cuh.
+TABLE_KINDS = {"csr": 0, "block_table": 1, "contiguous": 2}
+MODES = {"balanced": 0, "fixed count": 1, "fixed size": 2}
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """Everything a launch is told apart from its tensors."""
+
+    tiles: int  #: row tiles of a sequence
+    kind: int  #: see TABLE_KINDS
+    mode: int  #: see MODES
+    workers: int  #: pieces of the batch, or splits of a sequence in the fixed modes
+    splits: int  #: balanced: fewest tiles a piece; otherwise splits, or tiles a split
+    unit_shift: int  #: balanced: pieces are rounded up by at most 2**-unit_shift
+    grid: int
+    may_wait: bool  #: all blocks run at once, so they may wait for each other (with patience)
+    slots: int  #: partial results
+
+
+def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> CudaLaunch:
+    """The launch for ``problem``; only shapes and options matter, never the contents of a tensor."""
+    tiles = max(1, -(-problem.num_heads * problem.max_q_len // ROWS))
+    batch = max(problem.batch, 1)
+    if problem.num_kv_splits is not None:
+        mode, workers, splits = MODES["fixed count"], problem.num_kv_splits, problem.num_kv_splits
+    elif problem.split_size is not None:
+        mode, splits = MODES["fixed size"], problem.split_size // KEYS
+        workers = max(1, -(-problem.max_kv_len // problem.split_size))
+    else:
+        mode, splits = MODES["balanced"], 1
+        workers = max(1, min(device.num_sms // tiles, problem.total_kv // KEYS + batch))
+    balanced = mode == MODES["balanced"]
+    grid = workers * tiles * (1 if balanced else batch)
+    return CudaLaunch(
+        tiles=tiles,
+        kind=TABLE_KINDS[problem.table_kind],
+        mode=mode,
+        workers=workers,
+        splits=splits,
+        unit_shift=4,
+        grid=grid,
+        may_wait=balanced and grid <= device.num_sms,
+        slots=(2 * workers + 2) * tiles if balanced else (grid if workers > 1 else 0),
+    )
