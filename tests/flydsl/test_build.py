@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections import Counter
 
@@ -13,11 +13,14 @@ pytest.importorskip("flydsl", reason="needs flydsl (pip install leanmla[amd]) to
 from gfx950_isa import by_kind, instructions, loop_text
 
 from leanmla.errors import BackendUnavailable, InvalidArgument
-from leanmla.kernels.flydsl.build import BuiltKernel, build, write_manifest
+from leanmla.kernels.flydsl.build import BuiltKernel, build
 from leanmla.kernels.flydsl.spec import LDS_LIMIT, DecodeSpec
 from leanmla.problem import DecodeProblem
 
-FORMATS = ("bf16", "fp8", "mxfp4")
+#: (cache format, precision)
+KERNELS = (("bf16", "16bit"), ("fp8", "16bit"), ("mxfp4", "16bit"), ("fp8_tile128", "16bit"), ("fp8", "a8"))
+#: With LEANMLA_TEST_EVERYTHING=1 every variant is built for every format, otherwise each for one.
+EVERYTHING = os.environ.get("LEANMLA_TEST_EVERYTHING") == "1"
 #: Loads of the next tile in the loop, a wave: (mnemonic, count).
 TILE_LOADS = {
     "bf16": {"global_load_dwordx4": 18},
@@ -26,6 +29,9 @@ TILE_LOADS = {
     "mxfp4": {"global_load_dwordx2": 9, "global_load_dwordx4": 1, "global_load_dword": 1},
     # 5 operands of 16 bytes; scales as above.
     "mxfp4 scaled": {"global_load_dwordx4": 6, "global_load_dword": 1},
+    "fp8 scaled": {"global_load_dwordx4": 9},
+    # 8 pieces of e4m3, 2 of rope, a scale.
+    "fp8_tile128": {"global_load_dwordx4": 10, "global_load_dword": 1},
 }
 BF16_MFMA = "v_mfma_f32_16x16x32_bf16"
 SCALED_MFMA = "v_mfma_scale_f32_16x16x128_f8f6f4"
@@ -55,8 +61,12 @@ def check_decode(kernel: BuiltKernel, spec: DecodeSpec, sgpr_spills: int = 0) ->
     assert kernel.resources["vgprs"] * spec.blocks_per_cu <= 512
     names = instructions(kernel.isa)
     mfma = [n for n in names if n.startswith("v_mfma")]
-    # Values: 8 blocks of 16 dims, 2 chunks of 32 keys. Scores: 18 steps of 32 dims for each 16-key subtile, or 5 of 128, twice.
-    wanted = {BF16_MFMA: 16, SCALED_MFMA: 10} if spec.scaled_scores else {BF16_MFMA: spec.row_tiles * (18 + 16)}
+    # Values: 8 blocks of 16 dims, 2 chunks of 32 keys, twice where a probability times a scale is two bf16. Scores: 18 steps of 32
+    # dims for each 16-key subtile, or 5 of 128 for each term of the query.
+    values = 32 if spec.tile_scales else 16
+    wanted = {BF16_MFMA: spec.row_tiles * (18 + values)}
+    if spec.scaled_scores:
+        wanted = {BF16_MFMA: values, SCALED_MFMA: 5 if spec.precision == "a8" else 10}
     assert Counter(mfma) == wanted
 
     loop = loop_text(kernel.isa)
@@ -67,10 +77,12 @@ def check_decode(kernel: BuiltKernel, spec: DecodeSpec, sgpr_spills: int = 0) ->
     # Keys for scores (from LDS unless scaled), the maxima, 2 chunks of probabilities a row tile; the branch that drops what is not
     # finite reads a thread's 18 pieces once more.
     keys_read = 0 if spec.scaled_scores else 18 * spec.row_tiles
-    assert counts["ds_read_b128"] == keys_read + 1 + 2 * spec.row_tiles + (18 if spec.hides_keys else 0)
+    # fp8_tile128: probabilities are fp32, and there are scales: of 4 tiles a subtile, and for each chunk.
+    read = keys_read + 1 + (8 * spec.row_tiles + 4 if spec.tile_scales else 2 * spec.row_tiles)
+    assert counts["ds_read_b128"] == read + (18 if spec.hides_keys else 0)
     loads = {n: c for n, c in counts.items() if n.startswith(("global_load", "buffer_load", "flat_load"))}
     pages = {} if spec.tile_in_page or spec.table_kind == "contiguous" else {"global_load_dword": 2 if spec.format == "bf16" else 1}
-    data = TILE_LOADS["mxfp4 scaled" if spec.scaled_scores else spec.format]
+    data = TILE_LOADS[spec.format + (" scaled" if spec.scaled_scores else "")]
     expected = {n: data.get(n, 0) + pages.get(n, 0) for n in {*data, *pages}}
     assert loads == expected
 
@@ -90,39 +102,54 @@ def check_decode(kernel: BuiltKernel, spec: DecodeSpec, sgpr_spills: int = 0) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
-@pytest.mark.parametrize("format", FORMATS)
-def test_isa(format, heads, q_len):
+@pytest.mark.parametrize(("format", "precision"), KERNELS)
+def test_isa(format, precision, heads, q_len):
     p = problem(format, heads, q_len)
-    kernel = build(p)
-    check_decode(kernel, DecodeSpec.for_problem(p, "balanced"))
+    kernel = build(p, precision=precision)
+    check_decode(kernel, DecodeSpec.for_problem(p, "balanced", precision))
     assert kernel.plan is not None and kernel.combine is not None
     assert kernel.launches == (kernel.plan, kernel, kernel.combine)
     check_resources(kernel.plan)
     check_resources(kernel.combine)
+    blocks = DecodeSpec.for_problem(p, "balanced", precision).blocks_per_cu
+    assert kernel.occupancy["blocks_per_cu"] >= blocks and kernel.occupancy["waves_per_simd"] >= blocks
+
+
+CHANGES = (
+    {"page_size": 1, "table_kind": "csr"},
+    {"page_size": 48, "table_kind": "csr", "ragged_q": True, "max_q_len": 3},
+    {"page_size": 1, "table_kind": "contiguous", "num_kv_splits": 1},
+    {"page_size": 128, "split_size": 1000},
+    {"num_kv_splits": 3, "logit_cap": 30.0, "causal": False},
+)
+VARIANTS = [
+    pytest.param(*kernel, changes, id="-".join((*kernel, *(f"{k}={v}" for k, v in changes.items()))))
+    for i, kernel in enumerate(KERNELS)
+    for j, changes in enumerate(CHANGES)
+    if EVERYTHING or i == j
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"page_size": 1, "table_kind": "csr"},
-        {"page_size": 48, "table_kind": "csr", "ragged_q": True, "max_q_len": 3},
-        {"page_size": 1, "table_kind": "contiguous", "num_kv_splits": 1},
-        {"page_size": 128, "split_size": 1000},
-        {"num_kv_splits": 3, "logit_cap": 30.0, "causal": False},
-    ],
-    ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()),
-)
-def test_isa_of_variants(format, changes):
+@pytest.mark.parametrize(("format", "precision", "changes"), VARIANTS)
+def test_isa_of_variants(format, precision, changes):
     p = problem(format, 16, 1, **changes)
-    kernel = build(p)
+    kernel = build(p, precision=precision)
     mode = {None: "balanced", 1: "one"}.get(p.num_kv_splits, "count") if p.split_size is None else "size"
     # A few scalars may wait in lanes of a vector register (that is what an SGPR spill without scratch is).
-    check_decode(kernel, DecodeSpec.for_problem(p, mode), sgpr_spills=4)
+    check_decode(kernel, DecodeSpec.for_problem(p, mode, precision), sgpr_spills=4)
 
 
-def test_manifest_and_packing(tmp_path):
+def test_a8_takes_fewer_matrix_instructions():
+    """A tile of scores: 5 where a query value is one e4m3, 10 where it is two, 18 in bf16."""
+    p = problem("fp8", 16, 1)
+    a8, exact = build(p, precision="a8"), build(p)
+    assert (a8.resources["mfma"], exact.resources["mfma"]) == (5 + 16, 18 + 16)
+    assert build(problem("mxfp4", 16, 1)).resources["mfma"] == 10 + 16
+    assert a8.name != exact.name and a8.precision == "a8"
+
+
+def test_packing():
     kernel = build(problem("mxfp4", 16, 1))
     assert kernel.hsaco[:4] == b"\x7fELF" and kernel.name.encode() in kernel.hsaco
     assert kernel.block == (256, 1, 1) and kernel.grid[1:] == (1, 1)
@@ -139,20 +166,26 @@ def test_manifest_and_packing(tmp_path):
 
     other = build(problem("mxfp4", 16, 1, batch=8, total_q=8, total_kv=8 * 8192))  # same code, another grid
     assert other.file == kernel.file and other.grid != kernel.grid
-    path = write_manifest([kernel, other], tmp_path)
-    manifest = json.loads(path.read_text())
-    first, second = manifest["problems"]
-    assert first["problem"] == kernel.problem and first != second
-    assert [e["name"] for e in first["launches"]] == [k.name for k in kernel.launches]
-    for entry in first["launches"] + second["launches"]:
-        assert (tmp_path / entry["file"]).read_bytes()[:4] == b"\x7fELF"
-        assert entry["grid"] and entry["kernarg_bytes"] and entry["wavefront_size"] == 64
-        assert {*entry["constants"]} < {a["name"] for a in entry["arguments"]}
-    assert len(list(tmp_path.glob("*.hsaco"))) == 3
 
 
 def test_refusals():
     with pytest.raises(InvalidArgument, match="target"):
         build(problem("bf16", 16, 1), "gfx1100")
-    with pytest.raises(BackendUnavailable, match="fp8_tile128"):
-        build(problem("fp8_tile128", 16, 1))
+    with pytest.raises(BackendUnavailable, match="fp16"):
+        build(problem("fp8", 16, 1, q_dtype="fp16"))
+    with pytest.raises(InvalidArgument, match="precision"):
+        build(problem("fp8", 16, 1), precision="fp8")
+    with pytest.raises(InvalidArgument, match="fp8 caches"):
+        build(problem("mxfp4", 16, 1), precision="a8")
+
+
+def test_a_build_without_a_linker_says_what_to_install(monkeypatch):
+    from leanmla.kernels.flydsl import build as build_module
+    from leanmla.kernels.flydsl import toolchain
+
+    monkeypatch.setattr(toolchain, "_rocm_root", lambda: None)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.device, "triton_missing", lambda: "needs Triton")
+    build_module._compile.cache_clear()
+    with pytest.raises(BackendUnavailable, match=r"ld\.lld.*triton"):
+        build(problem("bf16", 16, 1))

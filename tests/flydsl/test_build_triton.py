@@ -11,18 +11,21 @@ pytest.importorskip("triton", reason="needs triton (pip install triton) to build
 
 from gfx950_isa import instructions
 
-from leanmla.kernels.flydsl.build import write_manifest
 from leanmla.kernels.flydsl.build_triton import build_triton
+from leanmla.kernels.flydsl.manifest import write_manifest
 from leanmla.kernels.flydsl.spec import LDS_LIMIT
 from leanmla.problem import DecodeProblem
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4"])
-def test_builds(format, tmp_path):
+@pytest.mark.parametrize(
+    ("format", "q_dtype"), [("bf16", "bf16"), ("fp8", "bf16"), ("mxfp4", "bf16"), ("fp8_tile128", "bf16"), ("fp8", "fp16"), ("mxfp4", "fp16")]
+)
+def test_builds(format, q_dtype, tmp_path):
+    """fp16 queries too: the FlyDSL kernels do not take them."""
     problem = DecodeProblem(
         format=format, num_heads=16, batch=4, total_q=4, max_q_len=1, ragged_q=False, page_size=64, table_kind="block_table",
-        max_kv_len=8192, total_kv=4 * 8192, return_lse=True,
+        max_kv_len=8192, total_kv=4 * 8192, return_lse=True, q_dtype=q_dtype,
     )  # fmt: skip
     kernel = build_triton(problem)
     for k in kernel.launches:
@@ -36,4 +39,4 @@ def test_builds(format, tmp_path):
     assert sum(n for name, n in counts.items() if name.startswith("v_mfma")) > 0
     assert sum(n for name, n in counts.items() if re.match(r"(global|buffer)_load_dwordx[24]", name)) > 0
     assert "s_endpgm" in counts
-    assert write_manifest([kernel], tmp_path).exists()
+    assert write_manifest([kernel], tmp_path / "out").exists()

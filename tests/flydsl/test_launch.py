@@ -10,38 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pretend import pretend_build
 
 from leanmla.checks import check_call
 from leanmla.errors import CapacityExceeded, InvalidArgument
 from leanmla.kernels.flydsl import backend as flydsl_backend
 from leanmla.kernels.flydsl import hip
-from leanmla.kernels.flydsl.build import BuiltKernel, lay_out
+from leanmla.kernels.flydsl.build import lay_out
 from leanmla.kernels.flydsl.spec import COMBINE_ARGS, DECODE_ARGS, PLAN_ARGS
 from leanmla.kernels.flydsl.splits import work_shape
 from leanmla.testing.cases import DecodeCase
 from leanmla.testing.inputs import make_inputs
 
 CODES = {"i64": "q", "i32": "i", "f32": "f"}
-
-
-def pretend(name: str, table, grid: int, constants: dict, **others) -> BuiltKernel:
-    """A kernel as build() returns it, without code."""
-    arguments, size = lay_out(table)
-    return BuiltKernel(
-        name=name, language="flydsl", target="gfx950", grid=(grid, 1, 1), block=(256, 1, 1), lds_bytes=0, dynamic_lds_bytes=0,
-        arguments=arguments, kernarg_bytes=size, problem="", constants=constants, resources={}, hsaco=name.encode(), isa="", **others,
-    )  # fmt: skip
-
-
-def pretend_build(problem):
-    shape = work_shape(problem)
-    plan = pretend("plan", PLAN_ARGS, 1, {"batch": problem.batch, "num_workers": 9, "split_size": 0, "fan_log2": 6})
-    combine = pretend("combine", COMBINE_ARGS, 3, {"max_rows": 16, "row_capacity": 16, "q_len": 1, "num_splits": 1})
-    constants = {
-        "max_items": shape.max_items, "row_capacity": shape.row_capacity, "total_q": problem.total_q, "q_len": 1,
-        "num_splits": 1, "split_size": 0, "logit_cap": 0.0, "reserved": 0,
-    }  # fmt: skip
-    return pretend("decode", DECODE_ARGS, shape.grid, constants, plan=plan, combine=combine)
 
 
 def checked_call(case: DecodeCase):

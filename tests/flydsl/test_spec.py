@@ -42,7 +42,7 @@ def test_chosen_on_the_card():
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"format": "fp8_tile128"}, "no kernel for cache format"), ({"q_dtype": "fp16"}, "bf16 queries"), ({"max_kv_len": 1 << 27}, "below"), ({"num_kv_splits": 40000}, "splits")],
+    [({"format": "mxfp4_row320"}, "no kernel for cache format"), ({"q_dtype": "fp16"}, "bf16 queries"), ({"max_kv_len": 1 << 27}, "below"), ({"num_kv_splits": 40000}, "splits")],
 )
 def test_refusals(changes, words):
     with device.override(MI355X, assume_installed=("flydsl",)):
@@ -96,13 +96,14 @@ def test_row_tiles(rows, tiles):
     assert row_tiles_for(rows) == tiles
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4", "fp8_tile128"])
 @pytest.mark.parametrize("row_tiles", [1, 2, 4])
-def test_two_blocks_fit_where_promised(row_tiles):
-    spec = DecodeSpec("fp8", 16 * row_tiles, row_tiles, "csr", 1, False, False, False, "one")
+def test_two_blocks_fit_where_promised(row_tiles, format):
+    spec = DecodeSpec(format, 16 * row_tiles, row_tiles, "csr", 1, False, False, False, "one")
     assert spec.lds.size * spec.blocks_per_cu <= LDS_LIMIT
     # Each part begins where the one before ends, on 16 bytes.
-    assert spec.lds.keys < spec.lds.probabilities < spec.lds.maxima < spec.lds.size
-    assert not (spec.lds.probabilities | spec.lds.maxima) & 15
+    assert spec.lds.keys < spec.lds.probabilities < spec.lds.maxima < spec.lds.scales <= spec.lds.size
+    assert not (spec.lds.probabilities | spec.lds.maxima | spec.lds.scales) & 15
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 20, 32, 64, 128])

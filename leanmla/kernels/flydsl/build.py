@@ -1,19 +1,16 @@
-"""Build the kernels of a problem into code objects that a launcher which knows nothing of this package can run.
+"""Build the kernels of a problem into code objects that a launcher which knows nothing of this package can run (manifest.py).
 
 >>> built = build(problem, "gfx950")              # doctest: +SKIP
 >>> built.name, built.grid, built.block           # doctest: +SKIP
 ('mla_decode_bf16_h16_r16_block_table64_balanced', (512, 1, 1), (256, 1, 1))
->>> write_manifest([built], "out")                # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import struct
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ...errors import BackendUnavailable, InvalidArgument
 from ...problem import DecodeProblem
@@ -32,10 +29,12 @@ from .spec import (
 from .splits import work_shape
 from .toolchain import compile_launcher, flydsl_missing, flydsl_version, resources
 
-__all__ = ["TARGETS", "Argument", "BuiltKernel", "build", "write_manifest"]
+__all__ = ["ARGUMENT_BYTES", "TARGETS", "Argument", "BuiltKernel", "build", "lay_out"]
 
 TARGETS = ("gfx950",)
 _CODES = {"ptr": "Q", "i64": "q", "i32": "i", "f32": "f"}
+#: Bytes of each kind of argument.
+ARGUMENT_BYTES = {kind: struct.calcsize("<" + code) for kind, code in _CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,15 @@ class BuiltKernel:
     dynamic_lds_bytes: int  #: of these, what the launch has to ask for
     arguments: tuple[Argument, ...]
     kernarg_bytes: int
-    problem: str
+    problem: DecodeProblem  #: what it was built for; the grid covers it as a capacity
     constants: dict[str, int | float]  #: argument values that follow from the problem alone
     resources: dict[str, int]
     hsaco: bytes = field(repr=False)
     isa: str = field(repr=False)
     compiler: str = ""
+    precision: str = "16bit"
+    num_items: int = 0  #: work items that the grid has room for
+    partial_rows: int = 0  #: rows that partial results need room for
     plan: BuiltKernel | None = None  #: to be launched before this one, on the same stream
     combine: BuiltKernel | None = None  #: to be launched after this one, on the same stream
 
@@ -90,31 +92,21 @@ class BuiltKernel:
             struct.pack_into("<" + _CODES[a.kind], segment, a.offset, values[a.name])
         return bytes(segment)
 
-    def describe(self) -> dict:
-        """This launch as a manifest entry: everything but the code."""
-        return {
-            "file": self.file,
-            "name": self.name,
-            "language": self.language,
-            "compiler": self.compiler,
-            "target": self.target,
-            "grid": list(self.grid),
-            "block": list(self.block),
-            "lds_bytes": self.lds_bytes,
-            "dynamic_lds_bytes": self.dynamic_lds_bytes,
-            "wavefront_size": 64,
-            "kernarg_bytes": self.kernarg_bytes,
-            "arguments": [{"name": a.name, "kind": a.kind, "offset": a.offset, "meaning": a.meaning} for a in self.arguments],
-            "constants": self.constants,
-            "resources": self.resources,
-        }
+    @property
+    def occupancy(self) -> dict[str, int]:
+        """Waves that fit a SIMD by registers (512 a lane, at most 8 waves), and blocks that fit a compute unit."""
+        vgprs = -(-max(1, self.resources["vgprs"]) // 8) * 8
+        waves = min(8, 512 // vgprs)
+        waves_a_block = -(-self.block[0] // 64)
+        by_lds = LDS_LIMIT // self.lds_bytes if self.lds_bytes else 32
+        return {"waves_per_simd": waves, "blocks_per_cu": min(4 * waves // waves_a_block, by_lds)}
 
 
 def lay_out(table: tuple[tuple[str, str, str], ...]) -> tuple[tuple[Argument, ...], int]:
     """Arguments with their offsets (natural alignment), and the size of the segment."""
     arguments, at = [], 0
     for name, kind, meaning in table:
-        size = struct.calcsize("<" + _CODES[kind])
+        size = ARGUMENT_BYTES[kind]
         at = -(-at // size) * size
         arguments.append(Argument(name, kind, at, meaning))
         at += size
@@ -200,10 +192,13 @@ def build(problem: DecodeProblem, target: str = "gfx950", *, precision: str = "1
         "logit_cap": problem.logit_cap,
         "reserved": 0,
     }
-    return _built(spec, DECODE_ARGS, target, NUM_THREADS, shape.grid, problem, constants, plan, combine)
+    return _built(
+        spec, DECODE_ARGS, target, NUM_THREADS, shape.grid, problem, constants, plan=plan, combine=combine, precision=precision,
+        num_items=shape.max_items, partial_rows=shape.partial_rows,
+    )  # fmt: skip
 
 
-def _built(spec, table, target, threads, grid, problem, constants, plan=None, combine=None) -> BuiltKernel:
+def _built(spec, table, target, threads, grid, problem, constants, **others) -> BuiltKernel:
     hsaco, isa = _compile(spec, target)
     arguments, size = lay_out(table)
     used = resources(isa)
@@ -212,37 +207,6 @@ def _built(spec, table, target, threads, grid, problem, constants, plan=None, co
         raise BackendUnavailable(f"kernel {spec.name} needs {used['lds_bytes']} bytes of LDS, {target} has {LDS_LIMIT}.")
     return BuiltKernel(
         name=spec.name, language="flydsl", target=target, grid=(grid, 1, 1), block=(threads, 1, 1), lds_bytes=used["lds_bytes"],
-        dynamic_lds_bytes=0, arguments=arguments, kernarg_bytes=size, problem=str(problem), constants=constants,
-        resources=used, hsaco=hsaco, isa=isa, compiler=f"flydsl {flydsl_version()}", plan=plan,
-        combine=combine,
+        dynamic_lds_bytes=0, arguments=arguments, kernarg_bytes=size, problem=problem, constants=constants,
+        resources=used, hsaco=hsaco, isa=isa, compiler=f"flydsl {flydsl_version()}", **others,
     )  # fmt: skip
-
-
-PACKING = "little-endian; each argument at its offset in a kernarg segment of kernarg_bytes; i64 and ptr 8 bytes, i32 and f32 4"
-
-
-def write_manifest(kernels: list[BuiltKernel], folder: str | Path) -> Path:
-    """Write the code objects of some problems and ``manifest.json`` into ``folder``.
-
-    The manifest lists, for each problem, its launches in order with grid, block, LDS and every argument: ``constants`` holds
-    the values that follow from the problem, the rest is the caller's (addresses, strides, sm_scale).
-
-    Args:
-        kernels: what :func:`build` (or ``build_triton``) returned, one a problem.
-
-    Returns:
-        The path of the manifest.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for kernel in kernels:
-        for launch in kernel.launches:
-            (folder / launch.file).write_bytes(launch.hsaco)
-    manifest = {
-        "format": 1,
-        "packing": PACKING,
-        "problems": [{"problem": k.problem, "launches": [launch.describe() for launch in k.launches]} for k in kernels],
-    }
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(manifest, indent=2) + "\n")
-    return path

@@ -23,7 +23,7 @@ __all__ = ["build_triton"]
 MI355X = DeviceInfo("hip", "AMD Instinct MI355X", "gfx950", MI355X_COMPUTE_UNITS, LDS_LIMIT, 288 << 30)
 
 _INT32_POINTERS = (
-    "splits_ptr", "first_ptr", "item_seq_ptr", "num_items_ptr", "factors_ptr", "page_ids_ptr", "kv_indptr_ptr", "kv_last_ptr",
+    "splits_ptr", "first_ptr", "items_ptr", "num_items_ptr", "factors_ptr", "page_ids_ptr", "kv_indptr_ptr", "kv_last_ptr",
     "seqlens_ptr", "qo_indptr_ptr",
 )  # fmt: skip
 #: Strides that pass 2**31 in large caches.
@@ -54,7 +54,7 @@ _MEANINGS = {
     "partial_lse_ptr": "address of fp32 [grid blocks, rows a block], base 2",
     "splits_ptr": "address of int32 [batch], scratch: splits of each sequence",
     "first_ptr": "address of int32 [batch], scratch: first item of each sequence",
-    "item_seq_ptr": "address of int32 [grid blocks], scratch: sequence of each item",
+    "items_ptr": "address of int32 [grid blocks, 2], scratch: what each item covers",
     "num_items_ptr": "address of int32 [1], scratch: items in all",
     "factors_ptr": "address of int32 [32]: the planner's chunk candidates in sixteenths (split_plan.CHUNK_CANDIDATES), then 0",
     "q_ptr": "address of q [total_q, num_heads, 576], multiple of 16",
@@ -98,7 +98,7 @@ def _compile(kernel, constants: dict, problem: DecodeProblem, target: str, num_w
     return compiled, [(n, t) for n, t in signature.items() if t != "constexpr"]
 
 
-def _built(kernel, name, constants, problem, target, num_warps, grid, values, plan=None, combine=None) -> BuiltKernel:
+def _built(kernel, name, constants, problem, target, num_warps, grid, values, **others) -> BuiltKernel:
     import triton
 
     compiled, runtime = _compile(kernel, constants, problem, target, num_warps)
@@ -116,9 +116,9 @@ def _built(kernel, name, constants, problem, target, num_warps, grid, values, pl
     assert symbol is not None
     return BuiltKernel(
         name=symbol[1], language="triton", target=target, grid=(grid, 1, 1), block=(64 * num_warps, 1, 1), lds_bytes=shared,
-        dynamic_lds_bytes=shared, arguments=arguments, kernarg_bytes=size, problem=str(problem),
+        dynamic_lds_bytes=shared, arguments=arguments, kernarg_bytes=size, problem=problem,
         constants=values | {"global_scratch": 0, "profile_scratch": 0}, resources=used | {"lds_bytes": shared},
-        hsaco=compiled.asm["hsaco"], isa=isa, compiler=f"triton {triton.__version__}", plan=plan, combine=combine,
+        hsaco=compiled.asm["hsaco"], isa=isa, compiler=f"triton {triton.__version__}", **others,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def build_triton(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
     if triton_missing():
         raise BackendUnavailable(f"cannot build Triton kernels for {problem}: {triton_missing()}.")
     from ..launch_configs import combine_config, decode_config
-    from ..triton.backend import _PLAN_CHUNK, decode_constants, max_items
+    from ..triton.backend import combine_constants, decode_constants, max_items, plan_constants
     from ..triton.combine import combine_kernel
     from ..triton.decode import decode_kernel
     from ..triton.plan import plan_kernel
@@ -157,22 +157,17 @@ def build_triton(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
 
     plan = combine = None
     if constants["PLAN"] == "table":
-        plan_constants = {
-            "TABLE": problem.table_kind, "PAGE_SIZE": problem.page_size, "GRANULARITY": config.block_kv,
-            "FIXED_SIZE": constants["FIXED_SIZE"], "CHUNK": _PLAN_CHUNK,
-        }  # fmt: skip
-        plan = _built(plan_kernel, "plan_kernel", plan_constants, problem, target, 8, 1, values_of(plan_kernel, shared_values))
+        values = values_of(plan_kernel, shared_values)
+        plan = _built(plan_kernel, "plan_kernel", plan_constants(problem, config, MI355X), problem, target, 8, 1, values)
     if problem.num_kv_splits != 1:
         merge = combine_config(problem, MI355X)
         groups = problem.num_heads * problem.max_q_len
-        merge_constants = {
-            "H": problem.num_heads, "R": config.rows, "ROW_TILES": config.row_tiles, "RAGGED_Q": problem.ragged_q,
-            "WRITE_LSE": problem.return_lse, "PLAN": constants["PLAN"], "PARTS": merge.parts, "COLS": merge.cols, "PDL": False,
-        }  # fmt: skip
+        merge_constants = combine_constants(problem, config, MI355X)
         grid = problem.batch * groups * (512 // merge.cols)
         values = values_of(combine_kernel, shared_values | {"row_groups": groups})
         combine = _built(combine_kernel, "combine_kernel", merge_constants, problem, target, merge.num_warps, grid, values)
     return _built(
         decode_kernel, "decode_kernel", constants, problem, target, config.num_warps, items * config.row_tiles,
-        values_of(decode_kernel, shared_values), plan, combine,
+        values_of(decode_kernel, shared_values), plan=plan, combine=combine, num_items=items,
+        partial_rows=items * config.row_tiles * config.rows if combine is not None else 0,
     )  # fmt: skip

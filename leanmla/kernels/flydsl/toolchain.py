@@ -19,7 +19,7 @@ from pathlib import Path
 from ... import device
 from ...errors import BackendUnavailable
 
-__all__ = ["FLYDSL_VERSION", "compile_launcher", "flydsl_missing", "flydsl_version", "resources"]
+__all__ = ["FLYDSL_VERSION", "compile_launcher", "flydsl_missing", "flydsl_version", "linker_missing", "resources"]
 
 #: The version the kernels are written for, built and emulated with.
 FLYDSL_VERSION = "0.5.0"
@@ -59,24 +59,35 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _rocm_root() -> Path | None:
+    """An installed ROCm that has llvm/bin/ld.lld."""
+    roots = (Path(root) for root in (os.environ.get("ROCM_PATH"), "/opt/rocm") if root)
+    return next((root for root in roots if (root / "llvm" / "bin" / "ld.lld").exists()), None)
+
+
+def linker_missing() -> str | None:
+    """Why there is nothing to link code objects with, or None."""
+    if _rocm_root() or shutil.which("ld.lld") or device.triton_missing() is None:
+        return None
+    return "needs a linker, ld.lld: from ROCm, from LLVM's lld, or the one inside triton's wheel (pip install triton)"
+
+
 def _rocm_with_linker(folder: Path) -> Path:
     """A ROCm root that has llvm/bin/ld.lld: the installed one, or a stand-in made in ``folder`` over triton's linker."""
-    for root in (os.environ.get("ROCM_PATH"), "/opt/rocm"):
-        if root and (Path(root) / "llvm" / "bin" / "ld.lld").exists():
-            return Path(root)
+    installed = _rocm_root()
+    if installed:
+        return installed
+    if linker_missing():
+        raise BackendUnavailable(f"building for gfx950 {linker_missing()}.")
     script = folder / "rocm" / "llvm" / "bin" / "ld.lld"
     script.parent.mkdir(parents=True)
     system = shutil.which("ld.lld")
     if system:
         script.symlink_to(system)
-    elif device.triton_missing() is None:
+    else:
         link = Path(__file__).with_name("link_with_triton.py")
         script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(link))} "$@"\n')
         script.chmod(0o755)
-    else:
-        raise BackendUnavailable(
-            "building for gfx950 needs ld.lld: install ROCm or LLVM's lld, or triton, whose wheel contains the linker."
-        )
     return folder / "rocm"
 
 
