@@ -114,7 +114,8 @@ def flash_mla_with_kvcache(
 
     Differs from the original: any number of heads and page size; q and cache need not have the same 16-bit dtype; dense calls
     may use the 656-byte cache and sparse calls the 16-bit one; zero lengths need no special care. A float16 cache is not a
-    format of our kernels: it is served by plain fp32 PyTorch, which is exact and slow.
+    format of our kernels: it is served by plain fp32 PyTorch, which is exact and slow. Scratch and results come from PyTorch's
+    allocator in every call, as there; in a capture from the graph's memory, so replays allocate nothing.
     """
     for name, value in (
         ("extra_k_cache", extra_k_cache),

@@ -276,3 +276,18 @@ def test_ties_tables_and_refusals():
         fp4_utils.dynamic_mxfp4_quant(torch.zeros(2, 33))
     with pytest.raises(InvalidArgument, match="^shuffle"):
         fp4_utils.dynamic_mxfp4_quant(torch.zeros(2, 32), shuffle=True)
+
+
+def test_intra_batch_metadata_on_a_gpu_ask_for_no_more_items_than_fill_it(monkeypatch):
+    """What a GPU would be asked for, told from the shapes alone: 132 multiprocessors, twice."""
+    from types import SimpleNamespace
+
+    from leanmla.compat.aiter import mla
+
+    monkeypatch.setattr(mla.device, "describe", lambda _: SimpleNamespace(num_sms=132))
+
+    def useful(heads, batch, q_len):
+        return mla._useful_splits(torch.empty(batch * q_len, heads, 576, device="meta"), batch, q_len)
+
+    assert [useful(16, b, 1) for b in (1, 4, 64, 256, 1000)] == [264, 66, 4, 1, 0]
+    assert useful(128, 64, 2) == 1 and useful(64, 4, 1) == 66 and useful(16, 0, 1) == 264

@@ -149,7 +149,7 @@ def check_flashinfer(batch, kv_len, q_len, page, causal, *, device="cpu", split_
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=1e-3)
 
 
-def check_aiter(ctx, batch, heads, q_len, fp8, *, mode=None, device="cpu", page=1, varlen=False, seed=0):
+def check_aiter(ctx, batch, heads, q_len, fp8, *, mode=None, splits=None, device="cpu", page=1, varlen=False, seed=0):
     """Cosine difference below 1e-5 with bf16 and below 3e-2 with fp8 query and cache, against the unquantised values."""
     g = torch.Generator().manual_seed(seed)
     lens = [ctx] * batch
@@ -189,8 +189,9 @@ def check_aiter(ctx, batch, heads, q_len, fp8, *, mode=None, device="cpu", page=
         }  # fmt: skip
     o = torch.full((batch * q_len, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
     _, lse = mla_decode_fwd(
-        query, buffer, o, qo, kv, ids, last, q_len, page_size=page, sm_scale=SM, return_lse=True, **scales, **metadata
-    )
+        query, buffer, o, qo, kv, ids, last, q_len, page_size=page, sm_scale=SM, return_lse=True, num_kv_splits=splits, **scales,
+        **metadata,
+    )  # fmt: skip
     want, want_lse = mla_decode_reference(
         q, LatentCache.from_tensors(latent, format="bf16", page_size=page), PageTable.from_csr(kv, ids, last, page_size=page),
         sm_scale=SM, qo_indptr=qo,
@@ -245,4 +246,6 @@ def test_close_compares_infinities_and_nan_by_equality():
     ],
 )
 def test_aiter_grid(ctx, batch, heads, q_len, mode, fp8):
+    if mode is None:
+        check_aiter(ctx, batch, heads, q_len, fp8, splits=8)
     check_aiter(ctx, batch, heads, q_len, fp8, mode=mode, varlen=heads == 16, page=16 if heads == 128 else 1)

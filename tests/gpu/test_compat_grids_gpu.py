@@ -54,6 +54,14 @@ def test_aiter_grid(ctx, batch):
                 )
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads, q_len", [(16, 1), (16, 2)])
+@pytest.mark.parametrize("ctx, splits", [(21, 8), (1024, 32)])
+def test_aiter_explicit_splits_of_a_large_batch(ctx, splits, heads, q_len, fp8):
+    """Far more items than fit on the device at once, many of them without keys."""
+    grids.check_aiter(ctx, 256, heads, q_len, fp8, device="cuda", splits=splits)
+
+
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from ... import device
 from ...cache import LatentCache
 from ...decode import mla_decode
 from ...errors import InvalidArgument, InvalidDtype, MissingScale
@@ -82,7 +83,9 @@ def mla_decode_fwd(
     Metadata drive the split. On the CPU and with ``return_logits`` each item of work_info_set runs over exactly its range of
     keys and :func:`mla_reduce_v1` merges; with ``return_logits`` on a GPU that waits for the device. Otherwise a GPU runs our
     fused kernels, which neither wait nor read the metadata's contents, so that the call can be captured: intra-batch metadata
-    set the number of items a sequence by their shape, the other modes ask for balance and get our planner's.
+    give every sequence as many items as they have room for (fewer where the batch alone fills the device), the other modes ask
+    for balance and get our planner's. Scratch comes from PyTorch's allocator in every call, as the original's does; in a capture
+    it comes from the graph's memory, so replays allocate nothing.
 
     Differs from the original: any number of heads and page size, logit_cap works, q may be fp16; logits are returned on request
     only, and carry 16-bit values; fp8 is e4m3fn everywhere; a missing scale is refused, not taken as 1. ``q_scale`` given as a
@@ -126,13 +129,25 @@ def mla_decode_fwd(
         splits = num_kv_splits
         if persistent:
             assert work_info_set is not None
-            splits = max(1, work_info_set.shape[0] // max(1, table.batch)) if intra_batch_mode else None
+            splits = None
+            if intra_batch_mode:
+                asked = work_info_set.shape[0] // max(1, table.batch)
+                splits = max(1, min(asked, _useful_splits(q, table.batch, max_seqlen_q)))
         uniform = query.is_cuda and query.shape[0] == table.batch * max_seqlen_q  # only then can every length be the bound
         result = mla_decode(
             query, cache, table, sm_scale=sm_scale, qo_indptr=None if uniform else qo_indptr, causal=causal, logit_cap=logit_cap,
             out=o, return_lse=return_lse, num_kv_splits=splits, max_q_len=max_seqlen_q,
         )  # fmt: skip
     return None, result[1] if return_lse else None
+
+
+def _useful_splits(q: torch.Tensor, batch: int, max_seqlen_q: int) -> int:
+    """Items a sequence that keep every multiprocessor busy twice; more would only add partial results to merge.
+
+    256 sequences of 16 heads in the usual 32 items are 8192 partial results, 268 MB; one item each keeps 132 multiprocessors busy.
+    """
+    row_tiles = -(-q.shape[1] * max_seqlen_q // 64)
+    return 2 * device.describe(q.device).num_sms // max(1, batch * row_tiles)
 
 
 def _cache(kv_buffer: torch.Tensor, page_size: int, kv_scale: torch.Tensor | float | None) -> LatentCache:
