@@ -25,6 +25,8 @@ BEST_FORMAT: dict[str, str] = {
 #: All lie within the contest's tolerance, 0.1 + 0.1 * |reference| but for 5 % of the elements: mxfp4 has a relative L2 error of
 #: 0.13 at 1024 keys and 0.07 at 8192, where outputs are about 0.06 and 0.05, so that not one element is outside.
 FORMATS = ("mxfp4", "fp8", "bf16")
+#: Kinds of device where a recorded step starts sooner than a plain call.
+RECORDED_ON = ("cuda",)
 #: Recordings kept. Each belongs to one set of addresses; benchmarks use one set, or take turns with a few.
 MOST_RECORDINGS = 32
 
@@ -83,7 +85,7 @@ def custom_kernel(data):
     if name is None:
         name = BEST_FORMAT.get(describe(q.device).arch) or min(FORMATS, key=lambda f: _measure(f, data))
         _formats[shape] = name
-    if not q.is_cuda:
+    if q.device.type not in RECORDED_ON:
         return _run(name, data)
     # A shape's first call compiles and may as well record. Later a set of addresses is recorded when it is seen again: recording
     # takes longer than one plain call, and inputs that are new every time never come back.

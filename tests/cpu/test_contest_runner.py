@@ -1,6 +1,7 @@
 """Submissions of every kind, good and bad, in the process that runs them."""
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -8,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from leanmla.contest import Case, Session, cli
+from leanmla.contest import Case, Session, check_implementation, cli, generate_input
 from leanmla.contest.runner import Limits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,6 +249,36 @@ def test_our_submission_follows_its_inputs(tmp_path):
             outcome = session.test(c)
             assert outcome.ok, outcome.message
         assert session.leaderboard(Case(4, 1, 64, 4220)).ok
+
+
+def test_our_submission_records_addresses_not_values(monkeypatch):
+    """What it does on a GPU, with the CPU's recordings: repeated addresses replay, new ones run, contents are always read anew."""
+    spec = importlib.util.spec_from_file_location("leanmla_best", BEST)
+    best = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(best)
+    monkeypatch.setattr(best, "RECORDED_ON", ("cpu",))
+    monkeypatch.setattr(best, "MOST_RECORDINGS", 3)
+    plain = []
+    run = best._run
+    monkeypatch.setattr(best, "_run", lambda *a: plain.append(1) or run(*a))
+
+    def right(data):
+        return check_implementation(data, best.custom_kernel(data)) == (True, "")
+
+    first, second = (generate_input(2, 1, 48, seed) for seed in (1, 2))
+    assert right(first) and not plain, "a shape's first call records"
+    for t, new in ((first[0], second[0]), (first[1]["bf16"], second[1]["bf16"])):
+        t.copy_(new)
+        first[1]["fp8"][0].view(torch.uint8).copy_(second[1]["fp8"][0].view(torch.uint8))
+        first[1]["fp8"][1].copy_(second[1]["fp8"][1])
+        out = best.custom_kernel(first)
+    torch.testing.assert_close(out, best.custom_kernel(second))
+    assert len(plain) == 1, "new addresses run plainly once"
+    assert right(second) and right(second) and len(plain) == 1, "and are recorded when they come back"
+    kept = [generate_input(2, 1, 48, seed) for seed in range(5)]
+    assert all(right(data) for data in kept) and len(plain) == 6 and len(best._recorded) == 3
+    other = (first[0], first[1], first[2], first[3], {**first[4], "sm_scale": 0.1})
+    assert not torch.equal(best.custom_kernel(other), out), "another scale is another recording"
 
 
 def _run(*arguments):
