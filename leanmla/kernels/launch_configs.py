@@ -26,7 +26,7 @@ class TritonConfig:
     blocks_per_sm: int  #: programs resident on one multiprocessor
     swapped: bool  #: keys on the M side of the matrix instructions (wgmma), else query rows (mma.sync, MFMA)
     reason: str
-    raw_tiles: bool = False  #: fp8: shared memory holds tiles as stored, asynchronously copied; decoded on the way to the products
+    raw_tiles: bool = False  #: fp8: tiles are copied to shared memory as stored and decoded on the way to the products
 
     def num_workers(self, device: DeviceInfo) -> int:
         """Items that run at the same time. The row tiles of an item count as one worker."""
@@ -40,6 +40,7 @@ class CombineConfig:
     parts: int  #: partial results read at a time
     cols: int  #: columns a program
     num_warps: int
+    rows: int = 1  #: query rows a program, one after the other
 
 
 def _rows(rows: int, largest: int) -> int:
@@ -110,7 +111,11 @@ def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]
                 config(16, 64, 4, 1, 2, "wgmma; two blocks a multiprocessor load and compute in turns"),
                 unswapped,
             ]
-        return [config(rows, 32, 8, 2, 1, "wgmma; 32 keys a tile leave room for the queries"), unswapped]
+        room = config(rows, 32, 8, 2, 1, "wgmma; 32 keys a tile leave room for the queries")
+        wide = config(32, 64, 8, 5, 1, "mma.sync; two tiles in flight", swapped=False)
+        if rows == 32:
+            return [wide, room, unswapped]
+        return [room, wide, config(rows, 32, 8, 5, 1, "wgmma; 32 keys a tile, two in flight")]
     held = "wgmma; one decoded tile in shared memory, the next one's bytes wait in registers"
     if rows == 16 and fp8:
         raws = [
@@ -122,10 +127,12 @@ def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]
         if problem.format == "fp8":
             return [*raws, config(16, 64, 4, 1, 2, held)]
         return [config(16, 64, 8, 5, 1, copied, swapped=False, raw=True), config(16, 128, 8, 1, 1, held)]
+    first = config(16, 64, 4, 1, 2, held) if rows == 16 else config(rows, 64, 8, 1, 1, held)
     if problem.format == "fp8_tile128":
-        first = config(rows, 64, 8, 1, 1, held)
-    else:
-        first = config(16, 64, 4, 1, 2, held) if rows == 16 else config(rows, 64, 8, 1, 1, held)
+        return [first, config(16, 64, 8, 5, 1, copied, swapped=False, raw=True)]
+    if problem.format == "fp8":
+        wide = config(32, 64, 8, 5, 1, copied, swapped=False, raw=True)
+        return [wide, first] if rows == 32 else [first, wide, config(16, 64, 4, 5, 2, copied, swapped=False, raw=True)]
     return [first, unswapped]
 
 
@@ -136,5 +143,12 @@ def _config(
 
 
 def combine_config(problem: DecodeProblem, device: DeviceInfo) -> CombineConfig:
-    """Shape of the combine kernel: [parts, cols] fp32 is what a program reads at once."""
-    return CombineConfig(parts=16, cols=256, num_warps=4)
+    """Shape of the combine kernel: [parts, cols] fp32 is what a program reads at once.
+
+    All columns of a part lie side by side in the lanes, so parts are added up in registers. Enough rows a program that all
+    programs are resident at once, 8 a multiprocessor.
+    """
+    rows, total = 1, problem.batch * problem.num_heads * problem.max_q_len
+    while rows < 16 and total > 8 * rows * device.num_sms:
+        rows *= 2
+    return CombineConfig(parts=16, cols=512, num_warps=4, rows=rows)

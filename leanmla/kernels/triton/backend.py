@@ -24,7 +24,7 @@ FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 _FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 
 #: Batches up to this size are planned inside the decode kernel, larger ones by a launch of their own.
-INLINE_BATCH = 0
+INLINE_BATCH = 32
 
 #: For ptxas: how hard to keep register use down. At its default of 5 it hoists every matrix descriptor of the loop and
 #: spills them, 700 bytes a thread in some kernels; at 0 it recomputes them in uniform registers.
@@ -32,6 +32,9 @@ _PTXAS = "-regUsageLevel=0"
 
 #: Launch the combine kernel while the decode kernel drains (sm_90): saves about 1 us of launch latency.
 _OVERLAP_COMBINE = True
+
+#: Ask L2 for an item's first tile before its queries arrive.
+_PREFETCH = True
 
 #: Most sequences that the plan kernel looks at in one step.
 _PLAN_CHUNK = 1024
@@ -113,6 +116,7 @@ def decode_constants(
         "BATCH_POW2": max(16, 1 << max(0, problem.batch - 1).bit_length()) if _plan_kind(problem) == "inline" else 16,
         "GRANULARITY": config.block_kv,
         "SWAPPED": config.swapped,
+        "PREFETCH": _PREFETCH and device.kind == "cuda" and not config.swapped and (config.raw_tiles or problem.format == "bf16"),
         "RAW_TILES": config.raw_tiles or problem.format == "bf16",
         "ISA": 0 if device.kind != "cuda" else (89 if device.sm >= 89 else 80),
         "PDL": _plan_kind(problem) == "table" and _overlaps(device),
@@ -147,6 +151,7 @@ def combine_constants(problem: DecodeProblem, config: TritonConfig, device: Devi
         "PLAN": _plan_kind(problem),
         "PARTS": merge.parts,
         "COLS": merge.cols,
+        "ROWS": merge.rows,
         "PDL": _overlaps(device),
     }
 
@@ -309,7 +314,7 @@ def launch(args: DecodeArgs, ws: Workspace, config: TritonConfig, device: Device
     if problem.num_kv_splits == 1:
         return
     merge = combine_config(problem, device)
-    row_groups = problem.num_heads * problem.max_q_len
+    row_groups = -(-problem.num_heads * problem.max_q_len // merge.rows)
     combine_kernel[(problem.batch * row_groups * (DIMS.v_head_dim // merge.cols),)](
         args.out, lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first,
         args.qo_indptr if args.qo_indptr is not None else nothing,

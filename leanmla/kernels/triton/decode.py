@@ -92,6 +92,14 @@ def load_tile(
 
 
 @triton.jit
+def prefetch(ptrs):
+    """Ask L2 for the lines at ptrs."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def load_columns(rows_ptr, FIRST: tl.constexpr, N: tl.constexpr, keep, MASKED: tl.constexpr):
     """Columns FIRST .. FIRST + N - 1 of rows at rows_ptr [BN, 1], zeros in the rows that are not kept."""
     at = rows_ptr + (FIRST + tl.arange(0, N))[None, :]
@@ -470,6 +478,7 @@ def decode_kernel(
     BATCH_POW2: tl.constexpr,
     GRANULARITY: tl.constexpr,
     SWAPPED: tl.constexpr,  # keys on the M side
+    PREFETCH: tl.constexpr,  # ask L2 for the first tile early
     RAW_TILES: tl.constexpr,  # shared memory holds keys as stored (always with bf16)
     ISA: tl.constexpr,  # NVIDIA: 80, 89 (converts e4m3), for inline PTX; otherwise 0
     PDL: tl.constexpr,  # launched while the plan kernel still runs: wait for its results
@@ -530,6 +539,25 @@ def decode_kernel(
     accs = zero_outputs(R, PARTS, SWAPPED)
     value_factor = 1.0
     if start < end:
+        # -- where keys are; the first tile's are asked for before the queries are waited for
+        pages_ptr = page_ids_ptr
+        first_slot = tl.zeros([], tl.int64)
+        if TABLE == "csr":
+            pages_ptr = page_ids_ptr + tl.load(kv_indptr_ptr + b)
+        elif TABLE == "block_table":
+            pages_ptr = page_ids_ptr + b.to(tl.int64) * stride_table
+        else:
+            first_slot = tl.load(kv_indptr_ptr + b).to(tl.int64)
+        if PREFETCH:
+            unit_bytes: tl.constexpr = 2 if FORMAT == "bf16" else 4
+            width: tl.constexpr = 1152 if FORMAT == "bf16" else (576 if FORMAT == "fp8" else 656)
+            base, at = token_rows(
+                start, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE
+            )
+            line = tl.minimum(tl.arange(0, 16) * 128, width - 16)
+            bytes_ptr = data_ptr.to(tl.pointer_type(tl.int8)) + base * unit_bytes
+            prefetch(bytes_ptr + (at * unit_bytes)[:, None] + line[None, :])
+
         # -- queries, as operands of the keys' types
         q_at = (q_first + token).to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
         nope = tl.load(q_ptr + q_at[:, None] + tl.arange(0, 512)[None, :], mask=used[:, None], other=0.0)
@@ -564,14 +592,6 @@ def decode_kernel(
             q_lo, qr_lo = query_operands(lo, rope_lo, FORMAT, SWAPPED)
 
         # -- keys
-        pages_ptr = page_ids_ptr
-        first_slot = tl.zeros([], tl.int64)
-        if TABLE == "csr":
-            pages_ptr = page_ids_ptr + tl.load(kv_indptr_ptr + b)
-        elif TABLE == "block_table":
-            pages_ptr = page_ids_ptr + b.to(tl.int64) * stride_table
-        else:
-            first_slot = tl.load(kv_indptr_ptr + b).to(tl.int64)
         zero = tl.zeros([BN, R] if SWAPPED else [R, BN], tl.float32)
         sums = zero  # of P, per lane; one exchange at the end
         TILED: tl.constexpr = FORMAT == "fp8_tile128"
