@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-causal", action="store_true", help="every row sees all keys")
     parser.add_argument("--num-kv-splits", type=int, help="exactly this many splits a sequence")
     parser.add_argument("--split-size", type=int, help="keys a split (reproducible mode)")
+    parser.add_argument("--small-cache", action="store_true", help="triton: the cache is below 2 GiB, which saves registers")
     parser.add_argument(
         "--precision",
         default="16bit",
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, out: Output) -> int:
     """Build them."""
     from ..checks import check_options
+    from ..errors import InvalidArgument
     from ..kernels.flydsl.build import TARGETS
     from ..kernels.flydsl.manifest import check_folder, manifest, write_manifest
     from ..kernels.flydsl.spec import PRECISIONS
@@ -58,6 +60,8 @@ def main(args: argparse.Namespace, out: Output) -> int:
     _one_of("--target", args.target, TARGETS)
     _one_of("--compiler", args.compiler, COMPILERS)
     _one_of("--precision", args.precision, PRECISIONS)
+    if args.small_cache and args.compiler != "triton":
+        raise InvalidArgument("--small-cache: is for --compiler triton; flydsl's kernels address caches of any size alike.")
     check_options(sm_scale=1.0, logit_cap=args.logit_cap, num_kv_splits=args.num_kv_splits, split_size=args.split_size)
     problems, build_one = _problems(args), _builder(args)
     folder = Path(args.out)
@@ -174,7 +178,7 @@ def _builder(args: argparse.Namespace) -> Callable[[DecodeProblem], BuiltKernel]
     from ..kernels.flydsl.build_triton import build_triton
 
     if args.compiler == "triton":
-        return lambda problem: build_triton(problem, args.target)
+        return lambda problem: build_triton(problem, args.target, small_cache=args.small_cache)
     return lambda problem: build(problem, args.target, precision=args.precision)
 
 

@@ -35,6 +35,7 @@ def nothing_is_built(monkeypatch):
         (["--precision", "fp4"], ("--precision", "a8", "'fp4'")),
         (["--precision", "a8", "--format", "bf16"], ("--precision", "fp8")),
         (["--precision", "a8", "--format", "fp8", "--compiler", "triton"], ("--precision", "--compiler flydsl")),
+        (["--small-cache"], ("--small-cache", "--compiler triton")),
         (["--q-dtype", "fp16"], ("--compiler flydsl", "fp16", "--compiler triton")),
     ],
     ids=lambda v: "-".join(v) if isinstance(v, list) else None,

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton (pip install triton) to build
 from gfx950_isa import instructions
 
 from leanmla.kernels.flydsl.build_triton import build_triton
-from leanmla.kernels.flydsl.manifest import write_manifest
+from leanmla.kernels.flydsl.manifest import buffers, write_manifest
 from leanmla.kernels.flydsl.spec import LDS_LIMIT
 from leanmla.problem import DecodeProblem
 
@@ -39,4 +39,18 @@ def test_builds(format, q_dtype, tmp_path):
     assert sum(n for name, n in counts.items() if name.startswith("v_mfma")) > 0
     assert sum(n for name, n in counts.items() if re.match(r"(global|buffer)_load_dwordx[24]", name)) > 0
     assert "s_endpgm" in counts
+    # The hints arrive: q in pieces of 16 bytes, and buffer instructions for what is known to be below 2 GiB.
+    assert not [name for name in counts if re.match(r"(global|buffer)_load_[su]short", name)]
+    assert counts["buffer_load_dwordx4"] > 0 and counts["buffer_store_dwordx4"] > 0
     assert write_manifest([kernel], tmp_path / "out").exists()
+
+
+def test_a_small_cache_saves_registers():
+    problem = DecodeProblem(
+        format="bf16", num_heads=16, batch=4, total_q=4, max_q_len=1, ragged_q=False, page_size=64, table_kind="block_table",
+        max_kv_len=8192, total_kv=4 * 8192,
+    )  # fmt: skip
+    any_size, small = build_triton(problem), build_triton(problem, small_cache=True)
+    assert small.resources["vgprs"] < any_size.resources["vgprs"]
+    assert {b.below for b in buffers(small) if b.name == "kv"} == {1 << 31} and {b.below for b in buffers(any_size)} == {None}
+    assert "global_load_dwordx4" not in Counter(instructions(small.isa))

@@ -68,6 +68,7 @@ class BuiltKernel:
     compiler: str = ""
     precision: str = "16bit"
     num_items: int = 0  #: work items that the grid has room for
+    small_cache: bool = False  #: cache tensors have to be below 2 GiB
     partial_rows: int = 0  #: rows that partial results need room for
     plan: BuiltKernel | None = None  #: to be launched before this one, on the same stream
     combine: BuiltKernel | None = None  #: to be launched after this one, on the same stream

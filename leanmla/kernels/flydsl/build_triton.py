@@ -10,7 +10,7 @@ import re
 
 from ...device import DeviceInfo, triton_missing
 from ...errors import BackendUnavailable, InvalidArgument
-from ...problem import DecodeProblem
+from ...problem import DIMS, DecodeProblem
 from ...split_plan import CHUNK_CANDIDATES
 from .build import TARGETS, BuiltKernel, lay_out
 from .spec import LDS_LIMIT
@@ -28,8 +28,13 @@ _INT32_POINTERS = (
 )  # fmt: skip
 #: Strides that pass 2**31 in large caches.
 _LONG = ("stride_page", "stride_scale_page")
-#: Pointers whose rows are read or written 16 bytes at a time: the launcher has to pass aligned addresses.
-_ALIGNED = ("out_ptr", "partial_out_ptr", "q_ptr", "data_ptr")
+#: Addresses, and strides in elements, that are multiples of 16. Rows are then read and written 16 bytes at a time; without the
+#: strides among them q would be read with 36 two-byte loads. Triton's own launcher finds the same from the values.
+_ALIGNED = (
+    "out_ptr", "partial_out_ptr", "q_ptr", "data_ptr", "stride_q_token", "stride_q_head", "stride_out_token", "stride_out_head",
+)  # fmt: skip
+#: Offsets from such a pointer fit 32 bits: buffer instructions, and with a bf16 cache 240 instead of 391 registers.
+_LIMIT_32 = 1 << 31
 
 
 def _argument_type(name: str, problem: DecodeProblem) -> str:
@@ -72,10 +77,10 @@ _MEANINGS = {
     "q_len": "query rows a sequence if uniform",
     "sm_scale": "factor on the logits",
     "logit_cap": "cap on the logits; read only by kernels built with one",
-    "stride_q_token": "elements between query rows",
-    "stride_q_head": "elements between heads of q",
-    "stride_out_token": "elements between rows of out",
-    "stride_out_head": "elements between heads of out",
+    "stride_q_token": "elements between query rows, multiple of 16",
+    "stride_q_head": "elements between heads of q, multiple of 16",
+    "stride_out_token": "elements between rows of out, multiple of 16",
+    "stride_out_head": "elements between heads of out, multiple of 16",
     "stride_lse_token": "elements between rows of lse",
     "stride_page": "units of 16 bytes between pages of the cache (between tokens if contiguous)",
     "stride_scale_page": "mxfp4: bytes between pages of the scales",
@@ -86,22 +91,38 @@ _MEANINGS = {
 _KINDS = {"fp32": "f32", "i32": "i32", "i64": "i64"}
 
 
-def _compile(kernel, constants: dict, problem: DecodeProblem, target: str, num_warps: int):
+def _sizes(problem: DecodeProblem, partial_rows: int, small_cache: bool) -> dict[str, int]:
+    """Bytes that each pointer's tensor spans at most; what is not listed may be of any size."""
+    rows = problem.total_q * problem.num_heads
+    sizes = {
+        "q_ptr": 2 * DIMS.qk_head_dim * rows, "out_ptr": 2 * DIMS.v_head_dim * rows, "lse_ptr": 4 * rows,
+        "partial_out_ptr": 4 * DIMS.v_head_dim * partial_rows, "partial_lse_ptr": 4 * partial_rows,
+    }  # fmt: skip
+    sizes |= dict.fromkeys(_INT32_POINTERS, 4 * (problem.batch + 1 + problem.total_kv // problem.page_size))
+    return sizes | (dict.fromkeys(("data_ptr", "scale_ptr"), _LIMIT_32 - 1) if small_cache else {})
+
+
+def _compile(kernel, constants: dict, problem: DecodeProblem, target: str, num_warps: int, sizes: dict[str, int]):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature = {n: "constexpr" if n in constants else _argument_type(n, problem) for n in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in _ALIGNED}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    hints: dict[tuple[int, ...], list] = {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in _ALIGNED:
+            hints.setdefault((i,), []).append(["tt.divisibility", 16])
+        if sizes.get(name, _LIMIT_32) < _LIMIT_32:
+            hints.setdefault((i,), []).append(["tt.pointer_range", 32])
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options={"num_warps": num_warps, "num_stages": 1})
     return compiled, [(n, t) for n, t in signature.items() if t != "constexpr"]
 
 
-def _built(kernel, name, constants, problem, target, num_warps, grid, values, **others) -> BuiltKernel:
+def _built(kernel, name, constants, problem, target, num_warps, sizes, grid, values, **others) -> BuiltKernel:
     import triton
 
-    compiled, runtime = _compile(kernel, constants, problem, target, num_warps)
+    compiled, runtime = _compile(kernel, constants, problem, target, num_warps, sizes)
     table = [(n, "ptr" if t.startswith("*") else _KINDS[t], _MEANINGS[n]) for n, t in runtime]
     # Two pointers of Triton's own follow; kernels without scratch do not read them.
     table += [("global_scratch", "ptr", "0"), ("profile_scratch", "ptr", "0")]
@@ -122,11 +143,14 @@ def _built(kernel, name, constants, problem, target, num_warps, grid, values, **
     )  # fmt: skip
 
 
-def build_triton(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
+def build_triton(problem: DecodeProblem, target: str = "gfx950", *, small_cache: bool = False) -> BuiltKernel:
     """Compile the Triton kernels that run ``problem`` on ``target``, on any machine with triton installed.
 
-    Addresses of q, out, the cache and the partial results have to be multiples of 16. The scratch arguments are those of
+    Addresses of q, out, the cache and the partial results, and strides of q and out, have to be multiples of 16. The scratch arguments are those of
     ``leanmla.kernels.triton.backend.Workspace``; ``factors_ptr`` points to split_plan.CHUNK_CANDIDATES and a 0, int32 [32].
+
+    Args:
+        small_cache: the tensors of the cache are below 2 GiB.
 
     Raises:
         InvalidArgument: another target. BackendUnavailable: triton is missing, or a kernel does not fit the target.
@@ -147,6 +171,8 @@ def build_triton(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
     workers = config.num_workers(MI355X)
     items = max_items(problem, config.block_kv, workers)
     q_len = problem.total_q // max(1, problem.batch)
+    partial_rows = items * config.row_tiles * config.rows if problem.num_kv_splits != 1 else 0
+    sizes = _sizes(problem, partial_rows, small_cache)
     shared_values = {
         "batch": problem.batch, "num_workers": workers, "num_splits": problem.num_kv_splits or 1,
         "split_size": problem.split_size or 1, "q_len": q_len, "logit_cap": problem.logit_cap,
@@ -158,16 +184,16 @@ def build_triton(problem: DecodeProblem, target: str = "gfx950") -> BuiltKernel:
     plan = combine = None
     if constants["PLAN"] == "table":
         values = values_of(plan_kernel, shared_values)
-        plan = _built(plan_kernel, "plan_kernel", plan_constants(problem, config, MI355X), problem, target, 8, 1, values)
+        plan = _built(plan_kernel, "plan_kernel", plan_constants(problem, config, MI355X), problem, target, 8, sizes, 1, values)
     if problem.num_kv_splits != 1:
         merge = combine_config(problem, MI355X)
         groups = problem.num_heads * problem.max_q_len
         merge_constants = combine_constants(problem, config, MI355X)
         grid = problem.batch * groups * (512 // merge.cols)
         values = values_of(combine_kernel, shared_values | {"row_groups": groups})
-        combine = _built(combine_kernel, "combine_kernel", merge_constants, problem, target, merge.num_warps, grid, values)
+        combine = _built(combine_kernel, "combine_kernel", merge_constants, problem, target, merge.num_warps, sizes, grid, values)
     return _built(
-        decode_kernel, "decode_kernel", constants, problem, target, config.num_warps, items * config.row_tiles,
+        decode_kernel, "decode_kernel", constants, problem, target, config.num_warps, sizes, items * config.row_tiles,
         values_of(decode_kernel, shared_values), plan=plan, combine=combine, num_items=items,
-        partial_rows=items * config.row_tiles * config.rows if combine is not None else 0,
+        partial_rows=partial_rows, small_cache=small_cache,
     )  # fmt: skip

@@ -44,6 +44,10 @@ __all__ = ["make_decode"]
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
+#: tanh(y) / y in powers of y^2. Below NEAR_ZERO the next term is 2e-9 of the sum.
+TANH_SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925)
+NEAR_ZERO = 0.25
+
 #: Stands for "not seen" inside a tile. Below every score that can matter, and finite, so no instruction has to
 #: get infinities right.
 SENTINEL = -3.0e38
@@ -162,10 +166,16 @@ def _capped(spec: DecodeSpec, x, scale, logit_cap):
     """Score in units of log 2: x * scale, or the soft cap of it. ``scale`` holds log2(e) unless there is a cap."""
     if not spec.has_cap:
         return x * scale
-    # tanh(y) = 1 - 2 / (1 + e^2y); e^2y runs to infinity or 0 at the ends, where the quotient is right.
-    y = x * scale / logit_cap
+    # tanh(y) = 1 - 2 / (1 + e^2y); e^2y runs to infinity or 0 at the ends, where the quotient is right. Near 0 the difference cancels,
+    # and a large cap would multiply what is lost: there cap * tanh(x / cap) = x * (1 - y^2 / 3 + ...), whatever the cap.
+    score = x * scale
+    y = score / logit_cap
+    square = y * y
+    series = fx.Float32(TANH_SERIES[-1])
+    for coefficient in TANH_SERIES[-2::-1]:
+        series = series * square + coefficient
     tanh = fx.Float32(1.0) - fx.Float32(2.0) * ops.reciprocal(ops.exp2(y * (2 * LOG2_E)) + 1.0)
-    return tanh * logit_cap * LOG2_E
+    return ops.select(square < NEAR_ZERO * NEAR_ZERO, score * series, tanh * logit_cap) * LOG2_E
 
 
 def _pick(values, index):

@@ -62,6 +62,7 @@ class Buffer:
     contents: str | tuple[int, ...] | None = None  #: what scratch holds before the first launch: "zeros", values, or anything
     optional: bool = False  #: address 0 leaves it out
     align: int = 16  #: bytes that the address is a multiple of
+    below: int | None = None  #: bytes that the tensor has to stay below
 
     @property
     def num_bytes(self) -> int | None:
@@ -78,7 +79,7 @@ class Buffer:
         return {
             "name": self.name, "role": self.role, "dtype": self.dtype, "shape": list(self.shape), "bytes": self.num_bytes,
             "contents": list(self.contents) if isinstance(self.contents, tuple) else self.contents, "optional": self.optional,
-            "align": self.align, "meaning": self.meaning,
+            "align": self.align, "below": self.below, "meaning": self.meaning,
         }  # fmt: skip
 
 
@@ -100,7 +101,10 @@ def buffers(kernel: BuiltKernel) -> tuple[Buffer, ...]:
     """The tensors that the launches of a problem take, sized for the problem as a capacity."""
     p = kernel.problem
     used = {_buffer_name(a.name) for k in kernel.launches for a in k.arguments}
-    return tuple(b for b in (*_tensors(p, kernel.language), *_scratch(kernel)) if b.name in used)
+    found = (b for b in (*_tensors(p, kernel.language), *_scratch(kernel)) if b.name in used)
+    if kernel.small_cache:
+        return tuple(dataclasses.replace(b, below=1 << 31) if b.name in ("kv", "kv_scale") else b for b in found)
+    return tuple(found)
 
 
 def _tensors(p: DecodeProblem, language: str) -> list[Buffer]:
