@@ -119,6 +119,40 @@ def test_scaled_scores_of_a_key():
     np.testing.assert_array_equal(got, want)
 
 
+def test_scores_of_fp8_keys():
+    """scaled.py with e4m3 keys: both operands by runs of 16, half of the contraction apart; the fifth step's second runs are zeros."""
+    rng = np.random.default_rng(3)
+    keys, query = rng.integers(-6, 7, (16, 576)), rng.integers(-8, 9, (16, 576))
+    exponents = rng.integers(-3, 4, (16, 18))
+    want = (query * np.repeat(2.0**exponents, 32, axis=1)) @ keys.T
+    got = np.zeros((16, 16))
+    for step in range(5):
+        a, b, scale = np.zeros((16, 128)), np.zeros((16, 128)), np.ones((16, 4))
+        for l in LANES:
+            row, group = lanes.mfma_row(l), lanes.mfma_group(l)
+            for e in range(32):
+                # What the kernel loads: run 2 step + e / 16 of a key, 64 bytes from run to run, 16 bytes a lane group.
+                k = 64 * (2 * step + e // 16) + 16 * group + e % 16
+                at = 16 * (l // 16) + e % 16 + 64 * (e // 16)
+                assert lanes.scaled_query_k(l, e) == at == k - 128 * step
+                a[row, at] = keys[row, k] if k < 576 else 0
+                b[row, at] = query[row, k] if k < 576 else 0
+            scale[row, group] = 2.0 ** exponents[row, 4 * step + group] if 4 * step + group < 18 else 1
+        got += (b * np.repeat(scale, 32, axis=1)) @ a.T
+    np.testing.assert_array_equal(got, want)
+
+
+def test_fp8_keys_reach_lds_as_values():
+    """scaled.py, ``write``: a lane's four pieces of 8 values a step land where the value product reads them."""
+    for wave in range(4):
+        for l in LANES:
+            row = (wave * 16 + lanes.mfma_row(l)) * 1168 + lanes.mfma_group(l) * 32
+            for step in range(4):
+                for quarter in range(4):
+                    first = 128 * step + lanes.scaled_query_k(l, 8 * quarter)
+                    assert row + 256 * step + 128 * (quarter // 2) + 16 * (quarter % 2) == (wave * 16 + lanes.mfma_row(l)) * 1168 + 2 * first
+
+
 def test_scale_of_a_query_block_comes_from_lanes_that_hold_it():
     """scaled.py, ``_block_scale``: lane group g asks group 2 (g & 1), whose run g / 2 lies in block g."""
     for lane in LANES:
@@ -147,32 +181,55 @@ def test_two_e4m3_hold_a_bf16_query():
     assert ((high + low - x).abs() <= 2.0**-15).all()
 
 
+@pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("row_tiles", [1, 2, 4])
-def test_probability_exchange(row_tiles):
+def test_probability_exchange(row_tiles, width):
     """Where the score waves store and where the value waves load: every (row, key) of a tile arrives at its slot.
 
-    The store offsets repeat the kernel's; see decode.py, ``probability_slot`` and ``place``.
+    The store offsets repeat the kernel's; see decode.py, ``probability_slot`` and ``place``. Bytes: 2 of bf16, 4 of fp32 (fp8_tile128).
     """
-    spec = DecodeSpec("bf16", 16, row_tiles, "block_table", 64, False, False, False, "one")
+    spec = DecodeSpec("bf16" if width == 2 else "fp8_tile128", 16, row_tiles, "block_table", 64, False, False, False, "one")
+    assert spec.probability_bytes == width
     memory: dict[int, tuple[int, int]] = {}
     for wave in range(4):
         row_tile, key_group = wave % row_tiles, wave // row_tiles
         assert row_tile == wave & (spec.row_tiles - 1)
         first_subtile = key_group * row_tiles
         for l in LANES:
-            slot = row_tile * 2048 + (first_subtile >> 1) * 1024 + (first_subtile & 1) * 8 + lanes.mfma_row(l) * 64 + lanes.mfma_group(l) * 16
+            row16, group = lanes.mfma_row(l), lanes.mfma_group(l)
+            slot = (row_tile * 1024 + (first_subtile >> 1) * 512 + (first_subtile & 1) * 4 + row16 * 32 + group * 8) * width
             for subtile in range(row_tiles):
-                place = slot + (subtile >> 1) * 1024 + (subtile & 1) * 8
+                place = slot + ((subtile >> 1) * 512 + (subtile & 1) * 4) * width
                 for e in range(4):
-                    key = 16 * (first_subtile + subtile) + lanes.result_row(l, e)
-                    assert memory.setdefault(place + 2 * e, (16 * row_tile + lanes.mfma_row(l), key)) == (16 * row_tile + lanes.mfma_row(l), key)
+                    held = (16 * row_tile + row16, 16 * (first_subtile + subtile) + lanes.result_row(l, e))
+                    assert memory.setdefault(place + width * e, held) == held
     assert len(memory) == 16 * row_tiles * 64
+    assert max(memory) < spec.lds.maxima - spec.lds.probabilities
     for row_tile in range(row_tiles):
         for chunk in range(2):
             for l in LANES:
                 for e in range(8):
-                    at = lanes.mfma_row(l) * 64 + lanes.mfma_group(l) * 16 + (2 * row_tile + chunk) * 1024 + 2 * e
+                    at = (lanes.mfma_row(l) * 32 + lanes.mfma_group(l) * 8 + (2 * row_tile + chunk) * 512 + e) * width
                     assert memory[at] == (16 * row_tile + lanes.mfma_row(l), 32 * chunk + lanes.probability_slot_key(l, e))
+
+
+def test_tile_scales_reach_their_keys():
+    """fp8_tile128 scales in LDS, [4 tiles][64 keys]: threads store their key's, score and value waves load 4 keys at a time."""
+    memory = {(t & 3) * 256 + (t >> 2) * 4: (t & 3, t >> 2) for t in range(256)}  # staging.py: thread -> (tile, key)
+    assert len(memory) == 256
+    for l in LANES:
+        for row_tiles in (1, 2, 4):
+            for key_group in range(4 // row_tiles):
+                for subtile in range(row_tiles):
+                    for tile in range(4):
+                        for e in range(4):
+                            at = (key_group * row_tiles * 16 + lanes.mfma_group(l) * 4) * 4 + tile * 256 + 16 * subtile * 4 + 4 * e
+                            assert memory[at] == (tile, 16 * (key_group * row_tiles + subtile) + lanes.result_row(l, e))
+        for wave in range(4):  # dims 128 wave .. + 127
+            for chunk in range(2):
+                for e in range(8):
+                    at = (wave * 64 + lanes.mfma_group(l) * 4) * 4 + (32 * chunk + 16 * (e // 4)) * 4 + 4 * (e % 4)
+                    assert memory[at] == (wave, 32 * chunk + lanes.probability_slot_key(l, e))
 
 
 def test_lds_rows_hit_different_banks():

@@ -45,7 +45,7 @@ def scaled_key_k(lane, element):
 
 
 def scaled_query_k(lane, element):
-    """The same instruction, 8-bit operand: two runs of 16, half of the contraction apart.
+    """The same instruction, 8-bit operand (queries; keys of an fp8 cache): two runs of 16, half of the contraction apart.
 
     Scales do not follow: lane group ``g`` supplies the scale of contraction indices 32 g .. 32 g + 31, which other lanes hold.
     """
