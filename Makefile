@@ -50,6 +50,7 @@ $(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev,plot,docs]'
 	$(PIP) triton || echo "triton has no wheel for this machine: its tests will be skipped"
 	$(PIP) flydsl || echo "flydsl has no wheel for this machine: its tests will be skipped"
+	$(PIP) cuda-core cuda-bindings nvidia-cuda-nvrtc || echo "NVRTC has no wheel for this machine: its tests will be skipped"
 	@touch $@
 
 clean:

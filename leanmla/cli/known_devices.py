@@ -27,10 +27,13 @@ KNOWN: dict[str, KnownDevice] = {
         DeviceInfo("cuda", "NVIDIA A100-SXM4-80GB", "sm_80", 108, 166912, 80 * _GIB), 2.04, "data sheet", ("triton",)
     ),
     "h100": KnownDevice(
-        DeviceInfo("cuda", "NVIDIA H100 80GB HBM3", "sm_90", 132, 232448, 80 * _GIB), 3.35, "data sheet", ("triton",)
+        DeviceInfo("cuda", "NVIDIA H100 80GB HBM3", "sm_90", 132, 232448, 80 * _GIB), 3.35, "data sheet", ("triton", "cuda")
     ),
     "h200": KnownDevice(
-        DeviceInfo("cuda", "NVIDIA H200", "sm_90", 132, 232448, 141 * _GIB), 4.66, "measured with a read kernel", ("triton",)
+        DeviceInfo("cuda", "NVIDIA H200", "sm_90", 132, 232448, 141 * _GIB),
+        4.66,
+        "measured with a read kernel",
+        ("triton", "cuda"),
     ),
     "mi300x": KnownDevice(
         DeviceInfo("hip", "AMD Instinct MI300X", "gfx942", 304, 65536, 192 * _GIB), 5.3, "data sheet", ("triton", "flydsl")

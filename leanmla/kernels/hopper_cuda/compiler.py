@@ -61,11 +61,13 @@ def source_text(variant: Variant) -> str:
     )
 
 
-@functools.cache
 def unavailable() -> str | None:
     """Why kernels cannot be compiled here, or None."""
-    if assumed("cuda"):
-        return None
+    return None if assumed("cuda") else _unavailable()
+
+
+@functools.cache
+def _unavailable() -> str | None:
     for module in ("cuda.core", "cuda.bindings"):
         if missing(module) is not None:
             return f"needs NVIDIA's {module.replace('.', '-')}, which is not installed (pip install 'leanmla[cuda]')"
