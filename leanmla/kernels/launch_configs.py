@@ -59,25 +59,32 @@ def decode_config(problem: DecodeProblem, device: DeviceInfo) -> TritonConfig:
 def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]:
     """Block sizes worth trying, the default first; ``leanmla.kernels.triton.tune`` times them.
 
-    H200, Triton 3.6.0, 16 heads, q_len 1, page 64, us at (batch 256, kv 8192) / (64, 8192) / (32, 1024):
+    H200, Triton 3.6.0, q_len 1, page 64, us at (batch 256, kv 8192) / (64, 8192) / (256, 1024). "Plain" has query rows on
+    the M side (mma.sync), "swapped" keys (wgmma). A plain pipeline spends half of its stages on page ids: 5 stages are two
+    tiles in flight, 4 are one.
 
-    ============== ============================================= =====================
-    format         rows x keys, warps, stages, blocks a SM       us
-    ============== ============================================= =====================
-    bf16           16 x 64, 4, 1, 2 (default)                    720 / 197 / 42
-    bf16           16 x 64, 4, 2, 1                              845 / 221 / 31
-    bf16           16 x 32, 4, 2, 2                              762 / 210 / 28
-    bf16           16 x 32, 4, 3, 2                              772 / 214 / 29
-    bf16           16 x 128, 8, 1, 1                             973 / 267 / 29
-    fp8            16 x 64, 4, 1, 2 (default)                    623 / 184 / 26
-    fp8            16 x 128, 8, 1, 1                             712 / 198 / 26
-    fp8            16 x 32, 4, 1, 3                              926 / 266 / 39
-    mxfp4          16 x 64, 4, 1, 2 (default)                    650 / 173 / 25
-    mxfp4          16 x 128, 8, 1, 1                             670 / 180 / 24
-    mxfp4          16 x 64, 8, 1, 1                              896 / 229 / 28
-    fp8_tile128    16 x 128, 8, 1, 1 (default)                   1079 / 305 / 34
-    fp8_tile128    16 x 64, 8, 1, 1                              1994 / 526 / 55
-    ============== ============================================= =====================
+    ============== ===================================================== =====================
+    format         order, rows x keys, warps, stages, blocks a SM        us
+    ============== ===================================================== =====================
+    bf16           plain 16 x 32, 4, 5, 2 (default)                      558 / 160 / 93
+    bf16           plain 16 x 64, 8, 5, 1                                570 / 159 / 98
+    bf16           plain 16 x 64, 4, 4, 2                                602 / 169 / 98
+    bf16           plain 16 x 32, 4, 2, 3                                606 / 171 / 123
+    bf16           swapped 16 x 64, 4, 1, 2                              1164 / 320 / 177
+    fp8            plain, as stored, 16 x 64, 4, 5, 2 (default)          344 / 105 / 65
+    fp8            plain, as stored, 16 x 64, 4, 4, 2                    427 / 123 / 74
+    fp8            plain, as stored, 16 x 32, 4, 7, 3                    458 / 163 / 104
+    fp8            plain, as stored, 16 x 128, 8, 5, 1                   479 / 136 / 88
+    fp8            swapped 16 x 64, 4, 1, 2                              939 / 257 / 143
+    fp8_tile128    plain, as stored, 16 x 64, 8, 5, 1 (default)          555 / 151 / 95
+    fp8_tile128    swapped 16 x 128, 8, 1, 1                             1105 / - / 174
+    mxfp4          swapped 16 x 64, 4, 1, 2 (default)                    623 / 169 / 98
+    mxfp4          plain 16 x 32, 4, 1, 2                                744 / - / 112
+    ============== ===================================================== =====================
+
+    The swapped bf16 and fp8 kernels were faster when batches were planned inside them (735 and 677): read from a table, ptxas
+    spills their matrix descriptors. 32 heads, bf16, (32, 8192) / (256, 2048): plain 32 x 64, 8, 5, 1 116 / 225, swapped
+    32 x 32, 8, 2, 1 256 / 500. Tiles of 64 rows have not been timed against two of 32, nor 32 rows with fp8.
     """
     total = max(1, problem.num_heads * problem.max_q_len)
     bf16 = problem.format == "bf16"
@@ -115,7 +122,7 @@ def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]
         wide = config(32, 64, 8, 5, 1, "mma.sync; two tiles in flight", swapped=False)
         if rows == 32:
             return [wide, room, unswapped]
-        return [room, wide, config(rows, 32, 8, 5, 1, "wgmma; 32 keys a tile, two in flight")]
+        return [wide, room, config(rows, 32, 8, 5, 1, "wgmma; 32 keys a tile, two in flight")]
     held = "wgmma; one decoded tile in shared memory, the next one's bytes wait in registers"
     if rows == 16 and fp8:
         raws = [
@@ -132,7 +139,7 @@ def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]
         return [first, config(16, 64, 8, 5, 1, copied, swapped=False, raw=True)]
     if problem.format == "fp8":
         wide = config(32, 64, 8, 5, 1, copied, swapped=False, raw=True)
-        return [wide, first] if rows == 32 else [first, wide, config(16, 64, 4, 5, 2, copied, swapped=False, raw=True)]
+        return [wide, first]
     return [first, unswapped]
 
 
@@ -151,4 +158,6 @@ def combine_config(problem: DecodeProblem, device: DeviceInfo) -> CombineConfig:
     rows, total = 1, problem.batch * problem.num_heads * problem.max_q_len
     while rows < 16 and total > 8 * rows * device.num_sms:
         rows *= 2
-    return CombineConfig(parts=16, cols=512, num_warps=4, rows=rows)
+    # Light batches have about as many items as multiprocessors, so more a sequence the fewer sequences there are. H200, 8 instead
+    # of 16: 38.1 instead of 40.5 us at 64 x 1024 (bf16), but 30.7 instead of 29.4 at 4 x 8192.
+    return CombineConfig(parts=16 if problem.batch < 16 else 8, cols=512, num_warps=4, rows=rows)

@@ -106,6 +106,17 @@ def test_page_sizes_agree_and_scattered_pages_equal_contiguous_ones(fmt):
         assert torch.equal(out, results[64]), page
 
 
+@pytest.mark.parametrize("cap", (1e5, 1e7))
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_large_cap_changes_nothing(fmt, cap):
+    case = DecodeCase((300, 77), q_lens=2, format=fmt, q_std=8.0)
+    (out, lse), (capped, capped_lse) = (
+        [t.clone() for t in decode(make_inputs(c, device="cuda"))] for c in (case, case.replace(logit_cap=cap))
+    )
+    assert (capped.double() - out.double()).norm() <= 1e-3 * out.double().norm()
+    assert torch.allclose(capped_lse, lse, rtol=1e-6, atol=1e-4)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_nan_reaches_the_rows_that_see_it_and_no_others(fmt):
     inputs = make_inputs(DecodeCase((70, 40), q_lens=4, num_heads=16, format=fmt), device="cuda")

@@ -46,7 +46,9 @@ def test_memory_checker_finds_nothing(fmt):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     said = done.stdout + done.stderr
-    if "ERROR SUMMARY" not in said and any(w in said for w in ("not supported", "Unable to", "permission", "Failed to initialize")):
+    if "ERROR SUMMARY" not in said and any(
+        w in said for w in ("not supported", "Unable to", "permission", "Failed to initialize")
+    ):
         pytest.skip(f"compute-sanitizer refuses this device: {said.strip().splitlines()[-1]}")
     assert "ERROR SUMMARY: 0 errors" in said and done.returncode == 0, said[-3000:]
 

@@ -202,12 +202,13 @@ def run_append() -> None:
 
 @triton.jit
 def _items(
-    out_ptr, batch, num_workers, split_size, factors_ptr, seqlens_ptr, FIXED_SIZE: tl.constexpr, BATCH_POW2: tl.constexpr
-):
+    out_ptr, batch, num_workers, split_size, factors_ptr, seqlens_ptr, FIXED_SIZE: tl.constexpr, BATCH_POW2: tl.constexpr,
+    BLOCKS_PER_SM: tl.constexpr,
+):  # fmt: skip
     unit = tl.program_id(0)
     b, s, n = plan.find_item(
         unit, batch, num_workers, split_size, factors_ptr, seqlens_ptr, seqlens_ptr, seqlens_ptr,
-        "block_table", 64, 64, FIXED_SIZE, BATCH_POW2,
+        "block_table", 64, 64, FIXED_SIZE, BATCH_POW2, BLOCKS_PER_SM,
     )  # fmt: skip
     kv_len = tl.load(seqlens_ptr + b, mask=b < batch, other=0)
     start, end = plan.key_range(kv_len, s, tl.maximum(n, 1), split_size, 64, FIXED_SIZE)
@@ -225,15 +226,19 @@ def run_plan() -> None:
     batches = [[0, 0, 0], [64] * 9, [2048] * 5, [16384] + [1] * 12, [1, 0, 63, 64, 65, 2097]]
     batches += [torch.randint(0, 2000, (n,), generator=gen).tolist() for n in (1, 13, 30)]
     for i, lens in enumerate(batches):
-        for workers, size in ((132, None), (7, None), (5, 96)):
-            want = plan_splits(lens, num_workers=workers, granularity=64, split_size=size)
+        for workers, size, per_sm in ((132, None, 1), (7, None, 1), (8, None, 2), (5, 96, 1)):
+            keys = sum(-(-n // 64) * 64 for n in lens)
+            effective = backend.workers_for(workers, per_sm, keys)
+            assert per_sm == 1 or effective == (4 if keys < 4096 else 8)
+            want = plan_splits(lens, num_workers=effective, granularity=64, split_size=size)
             expected = [[t.seq, t.split, t.num_splits, t.kv_start, t.kv_end] for t in want.items]
             seqlens = torch.tensor(lens, dtype=torch.int32)
             got = torch.zeros(len(expected) + 2, 5, dtype=torch.int32)
             pow2 = max(16, 1 << (len(lens) - 1).bit_length())
             _items[(len(got),)](
-                got, len(lens), workers, size or 1, factors, seqlens, FIXED_SIZE=size is not None, BATCH_POW2=pow2
-            )
+                got, len(lens), workers, size or 1, factors, seqlens, FIXED_SIZE=size is not None, BATCH_POW2=pow2,
+                BLOCKS_PER_SM=per_sm,
+            )  # fmt: skip
             ok = got[: len(expected)].tolist() == expected and bool((got[len(expected) :, 0] >= len(lens)).all())
             bound = len(lens) + (4 * workers if size is None else sum(lens) // size)
             report(f"plan-inline-{i}-w{workers}-s{size}", ok and len(expected) <= bound, f"{got[:4].tolist()} {expected[:4]}")
@@ -243,7 +248,7 @@ def run_plan() -> None:
                 plan.plan_kernel[(1,)](
                     splits, first, items, count, seqlens, seqlens, seqlens, factors, len(lens), workers, size or 1,
                     TABLE="block_table", PAGE_SIZE=64, GRANULARITY=64, FIXED_SIZE=size is not None, CHUNK=chunk,
-                    ONE_STEP=len(lens) <= chunk, PDL=False,
+                    BLOCKS_PER_SM=per_sm, ONE_STEP=len(lens) <= chunk, PDL=False,
                 )  # fmt: skip
                 ok = splits.tolist() == list(want.splits_per_seq) and first.tolist() == list(want.partial_start)
                 ok &= items.tolist() == [[t.seq, t.split + (t.num_splits << 15)] for t in want.items]

@@ -45,8 +45,8 @@ def test_sm_90(fmt):
         # Keys are copied asynchronously 16 bytes a lane and come back as matrix fragments, 16 bits an element also with fp8,
         # which the conversion instruction widens.
         assert sum(n for op, n in used.items() if op.startswith("HMMA.16816")) >= 68
-        assert used["LDGSTS.E.BYPASS.128"] >= 18 and used["LDSM.16.MT88.4"] >= 16
-        assert fmt == "bf16" or used["F2FP.F16.E4M3.UNPACK_B"] >= 256
+        assert used["LDGSTS.E.BYPASS.128"] >= 18 and used["LDSM.16.MT88.4"] >= 8
+        assert fmt == "bf16" or used["F2FP.F16.E4M3.UNPACK_B"] >= 128
     assert not [op for op in used if op.startswith("LDG") and "U16" in op]
     # mxfp4's scales are single bytes: rows of 18 of them allow no wider load.
     assert not [op for op in used if op.startswith("LDG") and "U8" in op] or fmt == "mxfp4"
@@ -66,6 +66,8 @@ def test_sm_90_with_several_query_tokens(fmt, rows):
     kernel = build_decode(problem(fmt, total_q=total_q, max_q_len=q_len, ragged_q=True, table_kind="csr"), TARGETS["sm_90"])
     assert not machine_code.broken_descriptors(machine_code.sass(kernel.compiled.asm["cubin"]))
     assert kernel.shared_memory <= TARGETS["sm_90"].shared_memory
+    if OLD_TRITON and fmt in ("bf16", "fp8"):
+        assert machine_code.registers_and_stack(kernel.compiled.asm["cubin"])[1] == 0
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

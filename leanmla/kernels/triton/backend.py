@@ -21,6 +21,9 @@ __all__ = ["BACKEND", "INLINE_BATCH", "TritonBackend", "Workspace", "combine_con
 #: Cache formats that the decode kernel reads. The append kernel writes all formats.
 FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 
+#: See ``plan.LIGHT_KEYS``, which this repeats because importing this module imports no Triton.
+LIGHT_KEYS = 1024
+
 _FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 
 #: Batches up to this size are planned inside the decode kernel, larger ones by a launch of their own.
@@ -32,9 +35,6 @@ _PTXAS = "-regUsageLevel=0"
 
 #: Launch the combine kernel while the decode kernel drains (sm_90): saves about 1 us of launch latency.
 _OVERLAP_COMBINE = True
-
-#: Ask L2 for an item's first tile before its queries arrive.
-_PREFETCH = True
 
 #: Most sequences that the plan kernel looks at in one step.
 _PLAN_CHUNK = 1024
@@ -68,6 +68,12 @@ def max_items(problem: DecodeProblem, block_kv: int, num_workers: int) -> int:
         return 0
     finest = min(CHUNK_CANDIDATES)
     return problem.batch + min(-(-16 * num_workers // finest), problem.total_kv // block_kv)
+
+
+def workers_for(num_workers: int, blocks_per_sm: int, keys: int) -> int:
+    """Workers that the device plans for when a batch has ``keys`` keys; ``plan.workers_for`` is the device's."""
+    singly = max(num_workers // blocks_per_sm, 1)
+    return singly if keys < singly * LIGHT_KEYS else num_workers
 
 
 def _plan_kind(problem: DecodeProblem) -> str:
@@ -115,8 +121,8 @@ def decode_constants(
         "FIXED_SIZE": problem.split_size is not None,
         "BATCH_POW2": max(16, 1 << max(0, problem.batch - 1).bit_length()) if _plan_kind(problem) == "inline" else 16,
         "GRANULARITY": config.block_kv,
+        "BLOCKS_PER_SM": config.blocks_per_sm,
         "SWAPPED": config.swapped,
-        "PREFETCH": _PREFETCH and device.kind == "cuda" and not config.swapped and (config.raw_tiles or problem.format == "bf16"),
         "RAW_TILES": config.raw_tiles or problem.format == "bf16",
         "ISA": 0 if device.kind != "cuda" else (89 if device.sm >= 89 else 80),
         "PDL": _plan_kind(problem) == "table" and _overlaps(device),
@@ -133,6 +139,7 @@ def plan_constants(problem: DecodeProblem, config: TritonConfig, device: DeviceI
         "PAGE_SIZE": problem.page_size,
         "GRANULARITY": config.block_kv,
         "FIXED_SIZE": problem.split_size is not None,
+        "BLOCKS_PER_SM": config.blocks_per_sm,
         "CHUNK": chunk,
         "ONE_STEP": problem.batch <= chunk,
         "PDL": _overlaps(device),
@@ -216,7 +223,7 @@ class TritonBackend:
             kernel="leanmla/kernels/triton/decode.py",
             block_rows=config.rows,
             block_kv=config.block_kv,
-            num_workers=config.num_workers(device),
+            num_workers=workers_for(config.num_workers(device), config.blocks_per_sm, problem.total_kv),
             reason=config.reason,
             extra=(
                 ("num_warps", str(config.num_warps)),

@@ -64,7 +64,7 @@ def combine_kernel(
         n_tokens = q_len
     part = tl.arange(0, PARTS)
     d = column * COLS + tl.arange(0, COLS)
-    for i in range(0, tl.minimum(ROWS, n_tokens * H - group * ROWS)):
+    for i in range(tl.minimum(ROWS, n_tokens * H - group * ROWS)):
         row = group * ROWS + i
         at = (first.to(tl.int64) * ROW_TILES + row // R) * R + row % R  # of part 0
         step = ROW_TILES * R

@@ -92,14 +92,6 @@ def load_tile(
 
 
 @triton.jit
-def prefetch(ptrs):
-    """Ask L2 for the lines at ptrs."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def load_columns(rows_ptr, FIRST: tl.constexpr, N: tl.constexpr, keep, MASKED: tl.constexpr):
     """Columns FIRST .. FIRST + N - 1 of rows at rows_ptr [BN, 1], zeros in the rows that are not kept."""
     at = rows_ptr + (FIRST + tl.arange(0, N))[None, :]
@@ -477,8 +469,8 @@ def decode_kernel(
     FIXED_SIZE: tl.constexpr,
     BATCH_POW2: tl.constexpr,
     GRANULARITY: tl.constexpr,
+    BLOCKS_PER_SM: tl.constexpr,
     SWAPPED: tl.constexpr,  # keys on the M side
-    PREFETCH: tl.constexpr,  # ask L2 for the first tile early
     RAW_TILES: tl.constexpr,  # shared memory holds keys as stored (always with bf16)
     ISA: tl.constexpr,  # NVIDIA: 80, 89 (converts e4m3), for inline PTX; otherwise 0
     PDL: tl.constexpr,  # launched while the plan kernel still runs: wait for its results
@@ -497,7 +489,7 @@ def decode_kernel(
     elif PLAN == "inline":
         b, split, n_splits = find_item(
             unit, batch, num_workers, split_size, factors_ptr, kv_indptr_ptr, kv_last_ptr, seqlens_ptr,
-            TABLE, PAGE_SIZE, GRANULARITY, FIXED_SIZE, BATCH_POW2,
+            TABLE, PAGE_SIZE, GRANULARITY, FIXED_SIZE, BATCH_POW2, BLOCKS_PER_SM,
         )  # fmt: skip
     else:
         if PDL:
@@ -539,7 +531,7 @@ def decode_kernel(
     accs = zero_outputs(R, PARTS, SWAPPED)
     value_factor = 1.0
     if start < end:
-        # -- where keys are; the first tile's are asked for before the queries are waited for
+        # -- where the keys are
         pages_ptr = page_ids_ptr
         first_slot = tl.zeros([], tl.int64)
         if TABLE == "csr":
@@ -548,15 +540,6 @@ def decode_kernel(
             pages_ptr = page_ids_ptr + b.to(tl.int64) * stride_table
         else:
             first_slot = tl.load(kv_indptr_ptr + b).to(tl.int64)
-        if PREFETCH:
-            unit_bytes: tl.constexpr = 2 if FORMAT == "bf16" else 4
-            width: tl.constexpr = 1152 if FORMAT == "bf16" else (576 if FORMAT == "fp8" else 656)
-            base, at = token_rows(
-                start, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE
-            )
-            line = tl.minimum(tl.arange(0, 16) * 128, width - 16)
-            bytes_ptr = data_ptr.to(tl.pointer_type(tl.int8)) + base * unit_bytes
-            prefetch(bytes_ptr + (at * unit_bytes)[:, None] + line[None, :])
 
         # -- queries, as operands of the keys' types
         q_at = (q_first + token).to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
