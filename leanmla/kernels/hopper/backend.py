@@ -17,6 +17,8 @@ __all__ = ["BACKEND", "HopperBackend", "Workspace"]
 _KERNELS = {
     "bf16": "leanmla/kernels/hopper/decode_bf16_sm90.py",
     "fp8": "leanmla/kernels/hopper/decode_fp8_sm90.py",
+    "mxfp4": "leanmla/kernels/hopper/decode_mxfp4_sm90.py",
+    "fp8_tile128": "leanmla/kernels/hopper/decode_fp8_tile128_sm90.py",
 }
 #: Most splits of one sequence: arrivals are counted in 15 bits (``reduction``).
 _MAX_SPLITS = 32767
@@ -76,7 +78,7 @@ class HopperBackend:
             block_kv=BLOCK_KEYS,
             num_workers=launch.grid,
             reason=f"{launch.tiles} row tile(s) of {launch.rows}, {launch.blocks_per_sm} block(s) an SM; {how}; {load}",
-            extra=(("stages", str(launch.stages)), ("warps", f"{launch.num_warps} + {4 if launch.gather else 1}")),
+            extra=(("stages", str(launch.stages)), ("warps", f"{launch.num_warps} + {4 if launch.gather or problem.format == 'mxfp4' else 1}")),
         )
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:

@@ -49,7 +49,8 @@ def box_keys(page_size: int, table_kind: str) -> int:
 def _tile_rows(problem: DecodeProblem) -> int:
     rows = problem.num_heads * max(problem.max_q_len, 1)
     # A bf16 cache with an fp16 query keeps two bf16 terms of the query in shared memory, which leaves room for 32 rows.
-    largest = 32 if problem.format == "bf16" and problem.q_dtype == "fp16" else 64
+    # fp8_tile128 keeps four probability tiles, and one warpgroup holds the whole output.
+    largest = 32 if problem.format == "fp8_tile128" or (problem.format == "bf16" and problem.q_dtype == "fp16") else 64
     return min(largest, next((n for n in (16, 32) if rows <= n), 64))
 
 
@@ -59,8 +60,9 @@ def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> HopperLaunch:
     tiles = max(1, -(-problem.num_heads * problem.max_q_len // rows))
     # bf16: two stages are 147 KiB, one block an SM. fp8: two stages and the query are 94 KiB, two blocks an SM hide each
     # other's softmax; from 32 rows on the accumulators alone need the registers of one block.
-    blocks_per_sm = 2 if problem.format == "fp8" and rows == 16 else 1
-    stages = 2 if problem.format == "bf16" or blocks_per_sm == 2 else 3
+    # mxfp4: two expanded stages, one of nibbles and the query are 114 KiB; a worker warpgroup does the expanding.
+    blocks_per_sm = 2 if problem.format != "bf16" and rows == 16 else 1
+    stages = 2 if problem.format in ("bf16", "mxfp4") or blocks_per_sm == 2 else 3
     box = box_keys(problem.page_size, problem.table_kind)
     resident = device.num_sms * blocks_per_sm
     batch = max(problem.batch, 1)
@@ -83,7 +85,7 @@ def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> HopperLaunch:
         format=problem.format,
         rows=rows,
         tiles=tiles,
-        num_warps=8 if rows == 64 or (rows == 32 and problem.format == "fp8") else 4,
+        num_warps=8 if rows == 64 or (rows == 32 and problem.format in ("fp8", "mxfp4")) else 4,
         stages=stages,
         blocks_per_sm=blocks_per_sm,
         box=box or BLOCK_KEYS,
