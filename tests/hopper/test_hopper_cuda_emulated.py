@@ -1,0 +1,139 @@
+"""The CUDA C++ kernel's sources, compiled for the CPU and run thread by thread: every line but the instructions themselves (``emulated/ptx.cuh``)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import leanmla
+from leanmla import device as devices
+from leanmla.device import DeviceInfo
+from leanmla.kernels.hopper_cuda import backend, compiler
+from leanmla.reference import mla_decode_reference
+from leanmla.testing.cases import DecodeCase, case_grid
+from leanmla.testing.compare import compare
+from leanmla.testing.inputs import make_inputs
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+FORMAT = "mxfp4_row320"
+HERE = Path(__file__).parent / "emulated"
+#: Few multiprocessors, so that small cases are cut into pieces of several sequences and sequences into several pieces.
+SMALL = DeviceInfo("cuda", "a small Hopper GPU", "sm_90", 3, 232448, 8 << 30)
+AT_ONCE = 8  #: blocks that run side by side
+
+
+@functools.cache
+def emulator(variant: compiler.Variant):
+    folder = Path(tempfile.mkdtemp(prefix="leanmla-emulated-"))
+    for source in compiler.FOLDER.iterdir():
+        if source.suffix in (".cu", ".cuh"):
+            shutil.copy(source, folder)
+    for source in HERE.iterdir():
+        shutil.copy(source, folder)
+    (folder / "variant.cu").write_text(compiler.source_text(variant))
+    library = folder / "emulated.so"
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
+    done = subprocess.run(["g++", *flags, "-o", str(library), str(folder / "emulate.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+    function = ctypes.CDLL(str(library)).emulate
+    function.restype = ctypes.c_char_p
+    return function
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    def launch(device, variant, grid, arguments):
+        trouble = emulator(variant)(ctypes.byref(arguments), grid, AT_ONCE, launch.seed)
+        assert trouble is None, trouble.decode()
+
+    launch.seed = 1
+    monkeypatch.setattr(backend, "_launch", launch)
+    with devices.override(SMALL, assume_installed=("cuda",)):
+        yield launch
+
+
+def run(inputs, **changes):
+    options = {**inputs.options, **inputs.splits, **changes}
+    return leanmla.mla_decode(inputs.q, inputs.cache, inputs.table, return_lse=True, backend="hopper_cuda", **options)
+
+
+def check(case: DecodeCase) -> None:
+    inputs = make_inputs(case)
+    out, lse = run(inputs)
+    want, want_lse = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)
+    report = compare(inputs, out, reference=(want, want_lse))
+    assert report, report.message
+    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+    seen = want_lse.isfinite()
+    # two e4m3 terms hold a bf16 query and nearly a fp16 one
+    bound = (1e-3 if case.q_dtype == "fp16" else 3e-4) + 2e-4 * want_lse[seen].abs()
+    assert bool(((lse.double() - want_lse)[seen].abs() <= bound).all())
+
+
+CASES = [
+    DecodeCase((64,)),
+    DecodeCase((200, 131)),
+    DecodeCase((17, 130, 64, 0), q_lens=3),
+    DecodeCase((700, 5)),
+    DecodeCase((1, 2, 33, 64), num_kv_splits=3),
+    DecodeCase((500, 0, 65), split_size=128),
+    DecodeCase((100, 33, 257), page_size=5, table="csr"),
+    DecodeCase((100, 33, 257), page_size=1, table="csr"),
+    DecodeCase((300, 77), table="contiguous"),
+    DecodeCase((150, 9, 64, 31), q_lens=(3, 0, 1, 7), table="csr", num_heads=5),
+    DecodeCase((200, 77), logit_cap=2.0, q_lens=2, q_std=8.0),
+    DecodeCase((200, 77), q_dtype="fp16", strided=True),
+    DecodeCase((200, 50), logit_shift=1000.0, num_kv_splits=2),
+]
+
+
+@pytest.mark.parametrize("case", [case.replace(format=FORMAT) for case in CASES], ids=lambda c: c.id)
+def test_cases(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", case_grid((FORMAT,)), ids=lambda c: c.id)
+def test_grid(case):
+    if (case.split_size or 64) % 64:
+        pytest.skip("split sizes are multiples of 64 here")
+    check(case)
+
+
+def test_neither_unread_storage_nor_the_order_of_copies_changes_a_bit(emulated):
+    case = DecodeCase((300, 70, 1), q_lens=2, num_heads=6, format=FORMAT)
+    out, lse = run(make_inputs(case))
+    for seed, poison in ((2, True), (3, False)):
+        emulated.seed = seed
+        again, lse_again = run(make_inputs(case, poison=poison))
+        assert torch.equal(out, again) and torch.equal(lse, lse_again)
+
+
+def test_nan_that_is_read_stays_nan():
+    inputs = make_inputs(DecodeCase((100, 70), q_lens=2, num_heads=8, format=FORMAT))
+    clean, _ = run(inputs)
+    latent = torch.randn(1, 576, dtype=torch.bfloat16)
+    latent[:, 40] = torch.nan
+    inputs.cache.append(latent, inputs.table.slots(0)[99:100])  # the last key: seen by the last row alone
+    out, lse = run(inputs)
+    expected = torch.tensor([False, True, False, False])
+    assert torch.equal(out.isnan().flatten(1).all(1), expected) and torch.equal(out.isnan().flatten(1).any(1), expected)
+    assert torch.equal(lse.isnan().any(1), expected)
+    assert torch.equal(out[~expected], clean[~expected])
+
+
+def test_counters_serve_one_call_after_the_other():
+    plan = leanmla.DecodePlan(
+        num_heads=16, format=FORMAT, page_size=64, max_batch=4, max_kv_len=704, device="cpu", backend="hopper_cuda"
+    )
+    for lens in ((700, 5), (64,), (0, 0, 0), (300, 300, 0, 64), (700, 5)):
+        inputs = make_inputs(DecodeCase(lens, format=FORMAT))
+        out, lse = plan.run(inputs.q, inputs.cache, inputs.table, return_lse=True, **inputs.options)
+        assert compare(inputs, out, lse)
