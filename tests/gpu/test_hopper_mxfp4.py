@@ -32,7 +32,9 @@ def check(inputs: DecodeInputs, lse_error: float = 2e-3) -> None:
     want, want_lse = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)
     assert torch.equal(lse.isnan(), want_lse.isnan()) and torch.equal(out.isnan(), want.isnan())
     ok = ~want_lse.isnan()
-    assert bool(((lse - want_lse)[ok].abs() <= lse_error + 2e-4 * want_lse[ok].abs()).all()), float((lse - want_lse)[ok].abs().max())
+    assert bool(((lse - want_lse)[ok].abs() <= lse_error + 2e-4 * want_lse[ok].abs()).all()), float(
+        (lse - want_lse)[ok].abs().max()
+    )
     error = (out.double() - want)[ok].norm(dim=-1) / want[ok].norm(dim=-1)
     assert float(error.max()) <= 3e-3, float(error.max())
 
@@ -51,7 +53,9 @@ def test_exponents_of_tokens_far_apart(spread):
     for b in range(3):
         page, row = scales_of(inputs, b)
         byte = torch.randint(127 - spread, 128 + spread, (len(page), 1), device="cuda", generator=generator)
-        inputs.cache.scale[page, row, :16] = (byte - torch.randint(0, 3, (len(page), 16), device="cuda", generator=generator)).to(torch.uint8)
+        inputs.cache.scale[page, row, :16] = (
+            byte - torch.randint(0, 3, (len(page), 16), device="cuda", generator=generator)
+        ).to(torch.uint8)
     check(inputs)
 
 
