@@ -70,6 +70,18 @@ def test_sm_90_with_several_query_tokens(fmt, rows):
         assert machine_code.registers_and_stack(kernel.compiled.asm["cubin"])[1] == 0
 
 
+@pytest.mark.parametrize("kind", ("csr", "contiguous"))
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_shared_memory_suffices_whatever_the_table(fmt, kind):
+    """fp16 queries, which take twice the room with bf16 keys, two tokens, pages of one token or none at all."""
+    p = problem(fmt, q_dtype="fp16", batch=4, total_q=8, max_q_len=2, ragged_q=True, table_kind=kind, page_size=1)
+    for target in ("sm_80", "sm_90"):
+        kernel = build_decode(p, TARGETS[target])
+        assert kernel.shared_memory <= TARGETS[target].shared_memory, target
+    one = build_decode(p.replace(total_q=4, max_q_len=1), TARGETS["sm_90"])
+    assert (one.shared_memory + 1024) * one.config.blocks_per_sm <= 233472
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_sm_80(fmt):
     """mma.sync and no instruction that only newer GPUs have; fp8 without conversion instructions, which sm_80 lacks."""

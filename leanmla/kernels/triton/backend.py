@@ -16,7 +16,16 @@ from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
 from ...split_plan import CHUNK_CANDIDATES
 from ..launch_configs import TritonConfig, combine_config, decode_config
 
-__all__ = ["BACKEND", "INLINE_BATCH", "TritonBackend", "Workspace", "combine_constants", "compile_options", "decode_constants", "max_items"]
+__all__ = [
+    "BACKEND",
+    "INLINE_BATCH",
+    "TritonBackend",
+    "Workspace",
+    "combine_constants",
+    "compile_options",
+    "decode_constants",
+    "max_items",
+]
 
 #: Cache formats that the decode kernel reads. The append kernel writes all formats.
 FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
@@ -96,6 +105,10 @@ def decode_constants(
     page = problem.page_size
     if stride_token is None:
         stride_token = {"bf16": 576, "fp8": 144, "mxfp4": 72, "fp8_tile128": 164}[problem.format]
+    # Without page ids to load first, the pipeliner would hold twice as many tiles.
+    stages = config.num_stages
+    if problem.table_kind == "contiguous" and stages > 1:
+        stages = max(2, (stages + 1) // 2)
     # One page id serves a tile if tiles start at multiples of block_kv and pages hold whole tiles.
     starts_aligned = problem.split_size is None or problem.split_size % config.block_kv == 0
     one_page = problem.table_kind != "contiguous" and page % config.block_kv == 0 and starts_aligned
@@ -127,7 +140,7 @@ def decode_constants(
         "ISA": 0 if device.kind != "cuda" else (89 if device.sm >= 89 else 80),
         "PDL": _plan_kind(problem) == "table" and _overlaps(device),
         "NUM_WARPS": config.num_warps,
-        "NUM_STAGES": config.num_stages,
+        "NUM_STAGES": stages,
     }
 
 
@@ -233,9 +246,7 @@ class TritonBackend:
             ),
         )
 
-    def make_workspace(
-        self, problem: DecodeProblem, device: torch.device, config: TritonConfig | None = None
-    ) -> Workspace:
+    def make_workspace(self, problem: DecodeProblem, device: torch.device, config: TritonConfig | None = None) -> Workspace:
         """Scratch for problems up to ``problem``; ``config`` if other block sizes than the default are to run."""
         info = describe(device)
         config = config or decode_config(problem, info)

@@ -3,23 +3,28 @@
 Query rows of a sequence are (token, head) pairs, row r = token * num_heads + head; tiles of R rows share a pass over the
 keys, so 16 heads and 1 token fill a tile of 16, 20 heads and 3 tokens fill a tile of 64 but for 4 masked rows.
 
-Both products have the keys on the M side of the matrix instruction (operands swapped):
+Two orders of the matrix products. In the plain one query rows are on the M side of 16-row instructions (mma.sync, MFMA)::
 
-    S^T [BN keys x R rows]    = K [BN x 576] Q^T [576 x R]
-    O^T [512 x R rows]       += V^T [512 x BN] P^T [BN x R]
+    S [R rows x BN keys] = Q [R x 576] K^T [576 x BN]      O [R x 512] += P [R x BN] V [BN x 512]
 
-so that 16 rows cost 16 columns of wgmma instead of being padded to its 64 rows, and the accumulator of 16 rows is 64
-registers a thread for 4 warps. V is the K operand read transposed, from the same shared memory.
+In the swapped one (wgmma) keys are, so that 16 rows cost 16 columns instead of being padded to wgmma's 64 rows::
+
+    S^T [BN x R]         = K [BN x 576] Q^T [576 x R]      O^T [512 x R] += V^T [512 x BN] P^T [BN x R]
+
+V is K read again, from the same shared memory.
 
 Grid: (items * row_tiles,), row tiles of an item next to each other so that they share the keys through L2. A program
 beyond the last item exits. An item that is its sequence's only one writes the output; others write partial results
 for ``combine``.
 
-In flight, formats that are decoded (registers are the pipeline stage, shared memory holds one decoded tile)::
+In flight, RAW_TILES (bf16, and fp8 formats in the plain order): shared memory holds tiles as stored. e4m3 is decoded, in each
+product's own layout, after the fragments are read::
+
+    step i      wait for tile i | copy tile i+2 (asynchronous), read the page id of tile i+4 | QK(i) | softmax(i) | PV(i)
+
+Otherwise registers are the pipeline stage and shared memory holds one decoded tile::
 
     step i      decode tile i -> shared | issue loads of tile i+1 | QK(i) | softmax(i) | PV(i)
-
-bf16 needs no decoding and uses asynchronous copies into NUM_STAGES shared buffers instead.
 
 Keys past a range's end are hidden by selecting -inf, never by multiplying, and what stands in for them is finite: zeros,
 or a repetition of the last key. Page-table slots past the last key are not read.
