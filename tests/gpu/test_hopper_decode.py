@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import leanmla
-from leanmla import LatentCache, PageTable
+from leanmla import LatentCache, PageTable, backends
 from leanmla.device import describe
 from leanmla.reference import mla_decode_reference
 from leanmla.testing.cases import DecodeCase, case_grid
@@ -93,3 +93,77 @@ def test_one_graph_serves_changing_lengths(fmt):
         torch.cuda.synchronize()
         want, _ = mla_decode_reference(q, cache, table, sm_scale=0.04)
         assert (out.double() - want).norm() <= 3e-3 * want.norm(), now
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_pool_without_pages(fmt, page_size):
+    cache = LatentCache.allocate(0, page_size, format=fmt, device="cuda")
+    zeros = torch.zeros(3, dtype=torch.int32, device="cuda")
+    table = PageTable.from_csr(zeros, zeros[:0], zeros[:2], page_size=page_size)
+    q = torch.randn(2, 16, 576, device="cuda", dtype=torch.bfloat16)
+    out = torch.full((2, 16, 512), torch.nan, device="cuda", dtype=torch.bfloat16)
+    _, lse = leanmla.mla_decode(q, cache, table, sm_scale=0.04, out=out, return_lse=True, backend="hopper")
+    assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("heads, q_len, page_size", [(16, 1, 1), (16, 1, 64), (16, 2, 64), (128, 2, 1)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_more_splits_than_fit_on_the_card(fmt, heads, q_len, page_size):
+    """Thousands of blocks that come and go; partial results are NaN until they are written."""
+    lens = tuple(1 + 37 * i % 1200 for i in range(256))
+    inputs = make_inputs(
+        DecodeCase(lens, q_lens=q_len, num_heads=heads, page_size=page_size, table="csr", format=fmt), device="cuda"
+    )
+    backend = backends.get("hopper")
+    want, want_lse = run(inputs)
+    make = backend.make_workspace
+
+    def poisoned(problem, device):
+        workspace = make(problem, device)
+        workspace.part_out.fill_(torch.nan)
+        workspace.part_lse.fill_(torch.nan)
+        return workspace
+
+    backend.make_workspace = poisoned
+    try:
+        for _ in range(5):
+            out, lse = run(inputs, num_kv_splits=8)
+            assert not bool(out.isnan().any()), torch.nonzero(out.isnan())[:8].tolist()
+            torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(lse, want_lse, atol=2e-3, rtol=1e-5)
+    finally:
+        del backend.make_workspace
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+@pytest.mark.parametrize("heads", [4, 16, 64])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_special_values_in_a_hidden_key_stay_there(fmt, heads, special):
+    if fmt != "bf16" and special == torch.inf:
+        pytest.skip("e4m3 has no infinity")
+    inputs = make_inputs(DecodeCase((131, 70, 66), q_lens=4, num_heads=heads, format=fmt), device="cuda")
+    _, clean = run(inputs)
+    slot = int(inputs.table.slots(0)[129])  # rows 2 and 3 of the first sequence see it
+    page, offset = slot // inputs.cache.page_size, slot % inputs.cache.page_size
+    before = run(inputs)[0]
+    if fmt == "mxfp4":
+        inputs.cache.scale[page, offset, 3] = 255
+    else:
+        data = inputs.cache.data if fmt == "bf16" else inputs.cache.data.view(torch.float8_e4m3fn)
+        data[page, offset, 100] = special
+    out, lse = run(inputs)
+    hidden = [i for i in range(out.shape[0]) if i not in (2, 3)]
+    assert torch.equal(out[hidden], before[hidden]) and torch.equal(lse[hidden], clean[hidden])
+    if special != torch.inf:
+        assert bool(out[2:4].isnan().all())
+
+
+@pytest.mark.parametrize("cap", [30.0, 1e5, 1e8])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_logit_caps_of_any_size(fmt, cap):
+    inputs = make_inputs(DecodeCase((300, 70), logit_cap=cap, format=fmt), device="cuda")
+    out, lse = run(inputs)
+    want, want_lse = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)
+    assert (out.double() - want).norm() <= 3e-3 * want.norm()
+    assert float((lse.double() - want_lse).abs().max()) <= (2e-4 if fmt == "bf16" else FP8_LSE)

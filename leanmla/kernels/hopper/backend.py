@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ...device import DeviceInfo, describe, missing, triton_missing
 from ...errors import CapacityExceeded, InvalidArgument
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
+from .host_plan import HopperPlan, host_plan
 from .launch import BLOCK_KEYS, choose_launch
 
 __all__ = ["BACKEND", "HopperBackend", "Workspace"]
@@ -81,6 +83,10 @@ class HopperBackend:
             extra=(("stages", str(launch.stages)), ("warps", f"{launch.num_warps} + {4 if launch.gather or problem.format == 'mxfp4' else 1}")),
         )
 
+    def host_plan(self, problem: DecodeProblem, device: DeviceInfo, kv_lens: Sequence[int]) -> HopperPlan:
+        """The schedule that the blocks of :meth:`run` work out for sequences of these lengths."""
+        return host_plan(kv_lens, choose_launch(problem, device))
+
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
         launch = choose_launch(problem, describe(device))
         # A later call may be smaller, and use more workers on smaller tiles.
@@ -94,6 +100,12 @@ class HopperBackend:
     def run(self, args: DecodeArgs, workspace: Workspace) -> None:
         problem = args.problem
         if problem.batch == 0 or args.q.shape[0] == 0:
+            return
+        if args.cache.data.numel() == 0:
+            # A pool without pages: nobody has a key, and there is nothing that a tensor map could describe.
+            args.out.zero_()
+            if args.lse is not None:
+                args.lse.fill_(-torch.inf)
             return
         launch = choose_launch(problem, describe(args.q.device))
         counters = (workspace.counters.numel() - 4) // 2

@@ -48,9 +48,9 @@ from .gluon_names import (
     warpgroup_mma_wait,
 )
 from .launch import HopperLaunch
-from .loader import clear_rows, loader, uniform, warm_up
+from .loader import clear_hidden, clear_rows, loader, prefetch_rows, uniform, warm_up
 from .pages import BLOCK, Pages
-from .reduction import counter_of, meet, store_columns
+from .reduction import column_of, counter_of, meet, store_columns
 from .schedule import has_work, plan_piece, segment, split_slots
 from .softmax import LOG2E, log2, probabilities, reciprocal, row_limits
 
@@ -89,7 +89,6 @@ def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_first, first_r
 def _scores(latent, rope, q_latent, q_rope, q_latent2, q_rope2, full, used, i, kv_len,
             S: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, SPLIT_Q: gl.constexpr):  # fmt: skip
     """Wait for tile i (the block's ``used``-th) and start S^T = K Q^T; the result is still in flight."""
-    WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     stage = uniform(used % STAGES)
     zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 36 descriptors out of vector registers
     mbarrier.wait(full.index(stage), (used // STAGES) & 1)
@@ -97,7 +96,7 @@ def _scores(latent, rope, q_latent, q_rope, q_latent2, q_rope2, full, used, i, k
     if GATHER:
         fence_async_shared()  # cp.async writes like an ordinary store
     elif i * BLOCK + BLOCK > kv_len:
-        clear_rows(k._reinterpret(gl.int32, [BLOCK, LATENT // 2], WORDS), kv_len - i * BLOCK)
+        clear_rows(latent, stage, kv_len - i * BLOCK, 16)
     x = gl.zeros([BLOCK, ROWS], gl.float32, S)
     x = warpgroup_mma(k, q_latent.index(zero).permute((1, 0)), x, use_acc=False, is_async=True)
     x = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), x, is_async=True)
@@ -145,6 +144,8 @@ def _mathematician(
             if SPLIT_Q:
                 _load_q(q_ptr, q_stride_token, q_stride_head, q_latent2.index(0), q_rope2.index(0), q_first, first_row, rows, HEADS, ROWS, 1)
             fence_async_shared()
+            if MODE == 0 and not pages.RAGGED_Q and follow < piece.end:
+                prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_first + q_count, first_row, rows, HEADS, ROWS)
             limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len, CAUSAL)
             # keys that every row of the tile sees
             shared_keys = kv_len
@@ -157,6 +158,8 @@ def _mathematician(
                 x = _scores(latent, rope, q_latent, q_rope, q_latent2, q_rope2, full, used, i, kv_len, S, ROWS, STAGES, GATHER, SPLIT_Q)
                 x = warpgroup_mma_wait(0, deps=[x])
                 p, m, den, alpha = probabilities(x * scale, m, den, i, limit, shared_keys, logit_cap, S, HAS_CAP, 0.0)
+                if CAUSAL and i * BLOCK + BLOCK > shared_keys:
+                    clear_hidden(latent, used % STAGES, shared_keys - i * BLOCK, kv_len - i * BLOCK, STAGES, 16)
                 acc = _values(latent, p_tile, p, alpha, acc, used, O, STAGES)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 thread_barrier()
@@ -182,7 +185,7 @@ def _mathematician(
             else:
                 slot = gl.where(rank == 0, first_slot, next_slot + (rank - 1) * slot_step).to(gl.int64) * ROWS
                 store_columns(part_out_ptr + slot * LATENT, acc, d, LATENT, ROWS)
-                gl.store(part_lse_ptr + slot + rs, lse2)
+                gl.store(part_lse_ptr + slot + column_of(rs), lse2)
                 # a launch that may not wait has nobody who stays
                 waits = may_wait & (follow >= piece.end).to(gl.int32)
                 stay = stay * may_wait
@@ -250,6 +253,9 @@ def decode_bf16(
     tile = gl.program_id(0) % tiles
     pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
     pages.prefetch_ids(gl.program_id(0) // tiles, workers)
+    # the query of the sequence that this worker would start with if all were as long
+    guess = gl.program_id(0) // tiles * batch // workers if MODE == 0 else gl.program_id(0) // tiles // workers
+    prefetch_rows(q_ptr, q_stride_token, q_stride_head, guess * q_len, tile * ROWS, gl.minimum(q_len * HEADS - tile * ROWS, ROWS), HEADS, ROWS)
     turn = gl.load(counter_ptr)
     piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     thread_barrier()

@@ -46,9 +46,9 @@ from .gluon_names import (
     warpgroup_mma_wait,
 )
 from .launch import HopperLaunch
-from .loader import clear_rows, loader, uniform, warm_up
+from .loader import clear_hidden, clear_rows, loader, prefetch_rows, uniform, warm_up
 from .pages import BLOCK, Pages
-from .reduction import counter_of, meet, store_columns
+from .reduction import column_of, counter_of, meet, store_columns
 from .schedule import has_work, plan_piece, segment, split_slots
 from .softmax import LOG2E, log2, probabilities, reciprocal, row_limits
 
@@ -200,13 +200,12 @@ def _interleave(even, odd, ptr_row, ok, first_d):
 @gluon.jit
 def _ready(latent, full, used, i, kv_len, STAGES: gl.constexpr, GATHER: gl.constexpr):
     """Wait for tile i, the block's ``used``-th; returns its stage."""
-    WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     stage = uniform(used % STAGES)
     mbarrier.wait(full.index(stage), (used // STAGES) & 1)
     if GATHER:
         fence_async_shared()  # cp.async writes like an ordinary store
     elif i * BLOCK + BLOCK > kv_len:
-        clear_rows(latent.index(stage)._reinterpret(gl.int32, [BLOCK, LATENT // 4], WORDS), kv_len - i * BLOCK)
+        clear_rows(latent, stage, kv_len - i * BLOCK, 8)
     return stage
 
 
@@ -280,7 +279,7 @@ def _values_f16(latent, p_tile, p, alpha, even, odd, used, O: gl.constexpr, A: g
 @gluon.jit
 def _mathematician(
     q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-    part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
+    part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, FP8_P: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
@@ -298,7 +297,6 @@ def _mathematician(
     PARTS: gl.constexpr = 4 if ROWS == 16 else 1
     # exp2 of scores is scaled so that its e4m3 terms keep small weights
     P_SHIFT: gl.constexpr = 8.0 if FP8_P else 0.0
-    kv_scale = gl.load(kv_scale_ptr)
     scale = sm_scale * LOG2E * kv_scale
     b = piece.b
     at = piece.start
@@ -314,6 +312,8 @@ def _mathematician(
         if rows > 0:
             _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS, GROUPS)
             fence_async_shared()
+            if MODE == 0 and not pages.RAGGED_Q and follow < piece.end:
+                prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_first + q_count, first_row, rows, HEADS, ROWS)
             row_scale = q_scale.load(SliceLayout(0, S)) * scale
             rope_scale = q_scale_rope.load(SliceLayout(0, S)) * scale
             limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len, CAUSAL)
@@ -341,6 +341,8 @@ def _mathematician(
                     lat, rot = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S2, S, ROWS, GROUPS, STAGES, GATHER, PARTS)
                     x = lat * row_scale[None, :] + rot * rope_scale[None, :]
                     p, m, den, alpha = probabilities(x, m, den, i, limit, shared_keys, logit_cap, S, HAS_CAP, P_SHIFT)
+                    if CAUSAL and i * BLOCK + BLOCK > shared_keys:
+                        clear_hidden(latent, used % STAGES, shared_keys - i * BLOCK, kv_len - i * BLOCK, STAGES, 8)
                     factor = gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
                     stage = uniform(used % STAGES)
                     pairs = latent.index(stage)._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
@@ -376,6 +378,8 @@ def _mathematician(
                     lat, rot = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S2, S, ROWS, GROUPS, STAGES, GATHER, PARTS)
                     x = lat * row_scale[None, :] + rot * rope_scale[None, :]
                     p, m, den, alpha = probabilities(x, m, den, i, limit, shared_keys, logit_cap, S, HAS_CAP, P_SHIFT)
+                    if CAUSAL and i * BLOCK + BLOCK > shared_keys:
+                        clear_hidden(latent, used % STAGES, shared_keys - i * BLOCK, kv_len - i * BLOCK, STAGES, 8)
                     even, odd = _values_f16(latent, p_hi, p, alpha, even, odd, used, O, A, V16, STAGES)
                     even, odd = warpgroup_mma_wait(0, deps=[even, odd])
                     thread_barrier()
@@ -419,7 +423,7 @@ def _mathematician(
                     dw = 2 * gl.arange(0, LATENT // 2, SliceLayout(1, O))
                     store_columns(part_ptr, even * inv, dw, LATENT // 2, ROWS)
                     store_columns(part_ptr, odd * inv, dw + 1, LATENT // 2, ROWS)
-                gl.store(part_lse_ptr + slot + rs, lse2)
+                gl.store(part_lse_ptr + slot + column_of(rs), lse2)
                 # a launch that may not wait has nobody who stays
                 waits = may_wait & (follow >= piece.end).to(gl.int32)
                 stay = stay * may_wait
@@ -491,14 +495,18 @@ def decode_fp8(
     tile = gl.program_id(0) % tiles
     pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
     pages.prefetch_ids(gl.program_id(0) // tiles, workers)
+    # the query of the sequence that this worker would start with if all were as long
+    guess = gl.program_id(0) // tiles * batch // workers if MODE == 0 else gl.program_id(0) // tiles // workers
+    prefetch_rows(q_ptr, q_stride_token, q_stride_head, guess * q_len, tile * ROWS, gl.minimum(q_len * HEADS - tile * ROWS, ROWS), HEADS, ROWS)
     turn = gl.load(counter_ptr)
+    kv_scale = gl.load(kv_scale_ptr)
     piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     thread_barrier()
     gl.warp_specialize(
         [
             (_mathematician, (
                 q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale_ptr, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
+                part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
                 pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
                 HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
             (loader, (

@@ -245,7 +245,6 @@ def _mathematician(
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A: gl.constexpr = DotOperandLayout(0, O, 2)
     PAIRS: gl.constexpr = NVMMASharedLayout(128, 16, 2)
-    WORDS: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     scale = sm_scale * LOG2E
     b = piece.b
     at = piece.start

@@ -7,19 +7,21 @@ they hold a multiple of 32 or 16. Any other page size is gathered: cp.async, 16 
 
 from .gluon_names import (
     BlockedLayout,
+    NVMMASharedLayout,
     SliceLayout,
     async_copy,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    thread_barrier,
     tma,
 )
 from .pages import BLOCK
 from .reduction import turn_over
 from .schedule import has_work, segment
 
-__all__ = ["clear_rows", "loader", "uniform", "warm_up"]
+__all__ = ["clear_hidden", "clear_rows", "loader", "prefetch_rows", "uniform", "warm_up"]
 
 
 @gluon.jit
@@ -94,6 +96,22 @@ def warm_up(desc, desc_rope, latent, rope, warm, BOX: gl.constexpr, PANEL: gl.co
 
 
 @gluon.jit
+def prefetch_rows(q_ptr, stride_token, stride_head, first_token, first_row, rows, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """Bring query rows (1152 bytes each) to L2, ahead of the keys: a query that is asked for behind two tiles of keys of every block
+    comes in after them (5 us later at 32 sequences of 8192 keys). A wrong guess costs nothing.
+    """
+    L: gl.constexpr = BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
+    if rows > 0:
+        r = first_row + gl.minimum(gl.arange(0, ROWS, SliceLayout(1, L)), rows - 1)
+        at = (first_token + r // HEADS).to(gl.int64) * stride_token + r % HEADS * stride_head
+        line, _ = gl.broadcast(gl.arange(0, 16, SliceLayout(0, L))[None, :], at[:, None])
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.lt.s32 p, $2, 9; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r", [(q_ptr + at[:, None] + line * 64).to(gl.int64), line], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def loader(
     desc, desc_rope, cache_ptr, page_stride, token_stride, latent, rope, full, empty, warm, counter_ptr, counters, turn, pages, piece, first_row,
     HEADS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr,
@@ -147,15 +165,48 @@ def uniform(x):
 
 
 @gluon.jit
-def clear_rows(words, valid):
-    """Zeros into rows ``valid:64`` of a tile given as [64, N] int32 words; groups of eight rows before ``valid`` are left alone.
+def clear_rows(latent, stage, valid, BITS: gl.constexpr):
+    """Zeros into rows ``valid:64`` of a stage of latent tiles, values of BITS 16 (bf16) or 8 (e4m3); groups of eight rows before
+    ``valid`` are left alone.
 
     Masked probabilities are 0, and 0 times what lies past the end of a sequence may be NaN.
     """
     L: gl.constexpr = BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    words = latent.index(stage)._reinterpret(gl.int32, [BLOCK, 16 * BITS], NVMMASharedLayout(128, 32, 2))
     for g in gl.static_range(BLOCK // 8):
         if valid < (g + 1) * 8:
             part = words.slice(g * 8, 8)
             rows = g * 8 + gl.arange(0, 8, SliceLayout(1, L))
             part.store(gl.where((rows < valid)[:, None], part.load(L), 0))
     fence_async_shared()
+
+
+@gluon.jit
+def clear_hidden(latent, stage, first, end, STAGES: gl.constexpr, BITS: gl.constexpr):
+    """Zeros for NaN and infinity among the values of rows ``first:end`` of a stage, once the scores have been computed from them.
+
+    These are keys that some rows of the query see and others do not. A probability of 0 must not meet a NaN in them; a row that does
+    see such a key is NaN already, because values are part of the key and so of its score. At most two groups of eight rows a
+    sequence, for up to nine query tokens: a loop is shorter than it is slow.
+
+    Args: the latent tiles, values of BITS 16 (bf16) or 8 (e4m3).
+    """
+    L: gl.constexpr = BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    PANELS: gl.constexpr = BITS // 2
+    # eight rows of a panel lie together
+    groups = latent._reinterpret(gl.int32, [STAGES * PANELS * 8, 8, 32], NVMMASharedLayout(128, 32, 2))
+    thread_barrier()  # no warp still reads the tile as keys
+    for g in range(gl.maximum(first, 0) // 8, gl.minimum(gl.cdiv(end, 8), BLOCK // 8)):
+        rows = g * 8 + gl.arange(0, 8, SliceLayout(1, L))
+        hidden = ((rows >= first) & (rows < end))[:, None]
+        for panel in range(PANELS):
+            part = groups.index((stage * PANELS + panel) * 8 + g)
+            w = part.load(L)
+            if BITS == 16:
+                # a half whose exponent bits are all ones carries into its sign bit
+                special = ((((w & 0x7F807F80) + 0x00800080) >> 15) & 0x00010001) * 0xFFFF
+            else:
+                special = ((((w & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101) * 0xFF
+            part.store(gl.where(hidden, w & ~special, w))
+    fence_async_shared()
+    thread_barrier()

@@ -115,9 +115,9 @@ class Pages:
     def prefetch_ids(self, worker, workers):
         """Bring the page ids that this worker would need if all sequences were as long to L2; a wrong guess costs nothing."""
         if self.KIND == BLOCK_TABLE:
-            at = (worker * self.batch // workers).to(gl.int64) * self.ids_stride
+            at = gl.minimum(worker * self.batch // workers, self.batch - 1).to(gl.int64) * self.ids_stride
         else:
-            at = worker.to(gl.int64) * self.ids_stride // workers
+            at = gl.minimum(worker.to(gl.int64) * self.ids_stride // workers, self.ids_stride)
         if self.KIND != CONTIGUOUS:
             gl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(self.ids_ptr + at).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1

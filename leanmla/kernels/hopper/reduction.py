@@ -20,12 +20,15 @@ holds of one d lie side by side and a warp stores 16 bytes a lane, 64 bytes a d:
 
     column c of 16    = 4 q + 2 j + e      q = lane % 4, e = register bit 0, j = register bit of the next 8 rows
     row of the tile   = 8 j + 2 q + e
+
+Its log-sum-exp is in columns order too, so that a thread that merges four columns loads their weights in one piece and the
+splits' weights never leave it: no shuffles and no barriers.
 """
 
 from .gluon_names import BlockedLayout, DistributedLinearLayout, SliceLayout, constexpr_function, gl, gluon, thread_barrier
 from .softmax import log2, reciprocal
 
-__all__ = ["HEADER", "counter_of", "meet", "store_columns", "turn_over"]
+__all__ = ["HEADER", "column_of", "counter_of", "meet", "store_columns", "turn_over"]
 
 #: Words before the two sets of counters: which set is in use, blocks that have read it (one word a set), unused.
 HEADER = gl.constexpr(4)
@@ -78,7 +81,9 @@ def _arrive(counter_ptr, splits, stay, waits):
 
     ``waits`` is 1 if this block may wait and 0 if it has more work to do; ``stay`` blocks of the sequence may, 0 if none.
     """
-    thread_barrier()  # every thread's partial result is stored before one thread publishes it
+    # Every thread's partial result is visible to the whole GPU before one thread publishes it.
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    thread_barrier()
     step = 1 + (1 - waits) * _LEFT
     expected = splits + (splits - stay) * _LEFT
     value = gl.atomic_add(counter_ptr, step, sem="acq_rel", scope="gpu") + step
@@ -111,6 +116,12 @@ def _row_of(c):
 
 
 @gluon.jit
+def column_of(r):
+    """Column of a partial result that holds row ``r`` of the tile."""
+    return r // 16 * 16 + (r // 2) % 4 * 4 + (r // 8) % 2 * 2 + r % 2
+
+
+@gluon.jit
 def _slot_of(s, first_slot, next_slot, slot_step):
     return gl.where(s == 0, first_slot, next_slot + (s - 1) * slot_step).to(gl.int64)
 
@@ -131,27 +142,26 @@ def _load_splits(part_out_ptr, at, splits, first_slot, next_slot, slot_step, d0,
 @gluon.jit
 def _merge(
     part_out_ptr,  # fp32 [slots, 512, ROWS columns], each divided by its own denominator
-    part_lse_ptr,  # fp32 [slots, ROWS], base 2, -inf for a split without keys
+    part_lse_ptr,  # fp32 [slots, ROWS columns], base 2, -inf for a split without keys
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
     first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS: gl.constexpr,
     ROWS: gl.constexpr, WRITE_LSE: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Merge d0 : d0 + WIDTH of all rows, GROUP splits at a time. Split 0 is in first_slot, split s in next_slot + (s-1)*slot_step."""
-    W: gl.constexpr = gl.num_warps()
-    # values: a lane has four columns, a warp 128 / ROWS d at a time
-    L: gl.constexpr = BlockedLayout([1, 1, 4], [1, 128 // ROWS, ROWS // 4], [1, W, 1], [2, 1, 0])
-    LO: gl.constexpr = SliceLayout(0, L)
-    # weights: every warp has all of [splits, columns], so the way to the values' layout needs no barrier
-    LW: gl.constexpr = BlockedLayout([GROUP // 2, 1], [2, 16], [W, 1], [1, 0])
-    r = _row_of(gl.arange(0, ROWS, SliceLayout(0, LW)))
-    m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, LW))
-    den = gl.zeros([ROWS], gl.float32, SliceLayout(0, LW))
+    # A lane has four columns of all splits of a group, a warp 128 / ROWS d at a time.
+    L: gl.constexpr = BlockedLayout([1, 1, 4], [1, 128 // ROWS, ROWS // 4], [1, gl.num_warps(), 1], [2, 1, 0])
+    LO: gl.constexpr = SliceLayout(0, L)  # [WIDTH, ROWS]
+    LW: gl.constexpr = SliceLayout(1, L)  # [GROUP, ROWS]
+    C: gl.constexpr = SliceLayout(0, LW)
+    c = gl.arange(0, ROWS, C)
+    m = gl.full([ROWS], float("-inf"), gl.float32, C)
+    den = gl.zeros([ROWS], gl.float32, C)
     acc = gl.zeros([WIDTH, ROWS], gl.float32, LO)
     for at in range(0, splits, GROUP):
-        x = _load_splits(part_out_ptr, at, splits, first_slot, next_slot, slot_step, d0, ROWS, WIDTH, GROUP, L)
         s = at + gl.arange(0, GROUP, SliceLayout(1, LW))
-        ptr = part_lse_ptr + (_slot_of(s, first_slot, next_slot, slot_step) * ROWS)[:, None] + r[None, :]
+        ptr = part_lse_ptr + (_slot_of(s, first_slot, next_slot, slot_step) * ROWS)[:, None] + c[None, :]
         lse = gl.load(ptr, mask=(s < splits)[:, None], other=float("-inf"), cache_modifier=".cg")
+        x = _load_splits(part_out_ptr, at, splits, first_slot, next_slot, slot_step, d0, ROWS, WIDTH, GROUP, L)
         m_new = gl.maximum(m, gl.max(lse, 0))
         ref = gl.where(m_new == float("-inf"), 0.0, m_new)
         old = gl.exp2(m - ref)
@@ -159,8 +169,7 @@ def _merge(
         den = den * old + gl.sum(weight, 0)
         m = m_new
         # a split without keys has weight 0 and left zeros
-        weight = gl.expand_dims(gl.convert_layout(weight, SliceLayout(1, L)), 1)
-        acc = acc * gl.convert_layout(old, SliceLayout(0, LO))[None, :] + gl.sum(weight * x, 0)
+        acc = acc * gl.convert_layout(old, SliceLayout(0, LO))[None, :] + gl.sum(gl.expand_dims(weight, 1) * x, 0)
     empty = den == 0.0
     inv = gl.where(empty, 0.0, reciprocal(den))
     acc = acc * gl.convert_layout(inv, SliceLayout(0, LO))[None, :]
@@ -170,6 +179,7 @@ def _merge(
     row_ptr = out_ptr + token * out_stride_token + (first_row + co) % HEADS * out_stride_head
     gl.store(row_ptr[None, :] + do[:, None], acc.to(out_ptr.dtype.element_ty), mask=(co < rows)[None, :])
     if WRITE_LSE and d0 == 0:
+        r = _row_of(c)
         lse_out = gl.where(empty, float("-inf"), (m + log2(den)) * 0.6931471805599453)
         token_w = (first_token + (first_row + r) // HEADS).to(gl.int64)
         gl.store(lse_ptr + token_w * lse_stride + (first_row + r) % HEADS, lse_out, mask=r < rows)
@@ -189,7 +199,7 @@ def meet(
     number of splits alone, because it decides in which order they are added.
     """
     UNIT: gl.constexpr = 128 * gl.num_warps() // ROWS  # d whose values give a thread four of them
-    MANY: gl.constexpr = 16 if ROWS < 64 else 8  # 64 rows leave little shared memory for the weights
+    MANY: gl.constexpr = 16
     role = _arrive(counter_ptr, splits, stay, waits)
     if role != 0:
         begin = 0

@@ -18,16 +18,24 @@ longer): equal power-of-two lengths then cut at sequence borders or at equal pla
 Rounding to 1/64 instead was slower for fp8 (311 us against 295 at batch 256, 8192 keys; 95.9 against 92.4 at 64) and no faster
 for bf16. One sequence a block, 256 blocks handed out by the hardware, was no faster either (bf16, 560 us against 556).
 
+Where lengths differ, a sequence counts as GAP more blocks, which come before its keys: fetching its query, filling the pipeline
+and writing its result take about as long. A cut inside a gap falls on the sequence's beginning, and pieces are not rounded.
+
+``host_plan`` is the same in plain Python.
+
 With a fixed number or size of splits, a worker is one (sequence, split) pair instead.
 """
 
 from .gluon_names import BlockedLayout, aggregate, constexpr_function, gl, gluon
+from .host_plan import GAP_BLOCKS
 from .pages import BLOCK
 
-__all__ = ["BALANCED", "FIXED_COUNT", "FIXED_SIZE", "Piece", "has_work", "lens_width", "piece_blocks", "plan_piece", "segment", "split_slots"]
+__all__ = ["BALANCED", "FIXED_COUNT", "FIXED_SIZE", "Piece", "has_work", "lens_width", "plan_piece", "segment", "split_slots"]
 
 #: Modes of the schedule.
 BALANCED, FIXED_COUNT, FIXED_SIZE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+#: What starting a sequence costs, in blocks.
+GAP = gl.constexpr(GAP_BLOCKS)
 
 
 def lens_width(batch: int) -> int:
@@ -35,18 +43,11 @@ def lens_width(batch: int) -> int:
     return min(512, max(32, 1 << max(batch - 1, 0).bit_length()))
 
 
-def piece_blocks(total_blocks: int, workers: int, min_blocks: int = 1) -> int:
-    """Blocks a worker takes; the host's copy of ``_piece`` below, for tests."""
-    piece = max(-(-total_blocks // workers), min_blocks, 1)
-    unit = 1 << max(piece.bit_length() - 1 - 4, 0)
-    return -(-piece // unit) * unit
-
-
 @gluon.jit
-def _piece(total, workers, min_blocks):
+def _piece(total, workers, min_blocks, even):
     piece = gl.maximum(gl.maximum(gl.cdiv(total, workers), min_blocks), 1)
     exponent = (piece.to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 127  # floor(log2), exact below 2^24
-    unit = 1 << gl.maximum(exponent - 4, 0)
+    unit = gl.where(even, 1 << gl.maximum(exponent - 4, 0), 1)
     return gl.cdiv(piece, unit) * unit
 
 
@@ -57,7 +58,8 @@ def _add(a, b):
 
 @aggregate
 class Piece:
-    """One worker's share: blocks ``start:end`` of the line, which begin inside sequence ``b`` whose own first block is ``base``."""
+    """One worker's share: blocks ``start:end`` of the line, of which the first with keys lies in sequence ``b``, whose own first block
+    is ``base``."""
 
     start: gl.tensor
     end: gl.tensor
@@ -66,9 +68,10 @@ class Piece:
     piece: gl.tensor  # blocks a worker; for fixed modes: splits of the sequence
     worker: gl.tensor  # for fixed modes: the split
     total: gl.tensor  # blocks on the line
+    gap: gl.tensor  # blocks that starting a sequence counts as
 
     @constexpr_function
-    def __init__(self, start, end, b, base, piece, worker, total):
+    def __init__(self, start, end, b, base, piece, worker, total, gap):
         self.start = start
         self.end = end
         self.b = b
@@ -76,6 +79,7 @@ class Piece:
         self.piece = piece
         self.worker = worker
         self.total = total
+        self.gap = gap
 
 
 @gluon.jit
@@ -103,27 +107,43 @@ def plan_piece(pages, worker, workers, splits, MODE: gl.constexpr, LENS: gl.cons
         L: gl.constexpr = BlockedLayout([LENS // 32], [32], [gl.num_warps()], [0])
         lane = gl.arange(0, LENS, L)
         if ONE_PASS:
+            ok = lane < pages.batch
             blocks = _blocks(pages, lane)
             total = gl.sum(blocks, 0)
-            piece = _piece(total, workers, splits)
+            even = gl.max(blocks, 0) == gl.min(gl.where(ok, blocks, 0x7FFFFFFF), 0)
+            gap = gl.where(even, 0, GAP)
+            total += gap * pages.batch
+            piece = _piece(total, workers, splits, even)
             start = gl.minimum(worker * piece, total)
-            first, base = _find(blocks, lane < pages.batch, 0, start)
+            first, base = _find(gl.where(ok, blocks + gap, 0), ok, 0, start)
         else:
             total = 0
+            most = 0
+            fewest = 0x7FFFFFFF
             for at in range(0, pages.batch, LENS):
-                total += gl.sum(_blocks(pages, at + lane), 0)
-            piece = _piece(total, workers, splits)
+                blocks = _blocks(pages, at + lane)
+                total += gl.sum(blocks, 0)
+                most = gl.maximum(most, gl.max(blocks, 0))
+                fewest = gl.minimum(fewest, gl.min(gl.where(at + lane < pages.batch, blocks, 0x7FFFFFFF), 0))
+            even = most == fewest
+            gap = gl.where(even, 0, GAP)
+            total += gap * pages.batch
+            piece = _piece(total, workers, splits, even)
             start = gl.minimum(worker * piece, total)
             first = 0
             base = 0
             before = 0
             for at in range(0, pages.batch, LENS):
-                blocks = _blocks(pages, at + lane)
-                count, last = _find(blocks, at + lane < pages.batch, before, start)
+                ok = at + lane < pages.batch
+                blocks = gl.where(ok, _blocks(pages, at + lane) + gap, 0)
+                count, last = _find(blocks, ok, before, start)
                 first += count
                 base = gl.maximum(base, last)
                 before += gl.sum(blocks, 0)
         end = gl.minimum(start + piece, total)
+        # a sequence's keys begin behind its gap
+        base += gap
+        start = gl.maximum(start, base)
     else:
         # worker = sequence * workers_a_sequence + split
         first = worker // workers
@@ -141,19 +161,20 @@ def plan_piece(pages, worker, workers, splits, MODE: gl.constexpr, LENS: gl.cons
         base = 0
         worker = split
         total = blocks
-    return Piece(start, end, first, base, piece, worker, total)
+        gap = 0
+    return Piece(start, end, first, base, piece, worker, total, gap)
 
 
 @gluon.jit
 def segment(pages, piece, b, at, base, MODE: gl.constexpr):
-    """The part of sequence ``b`` in this piece: (kv_len, first_id, first block, end block, where the line goes on)."""
+    """The part of sequence ``b`` in this piece: (kv_len, first_id, first block, end block, where the keys of the next one begin)."""
     kv_len, first_id = pages.sequence(b)
     blocks = gl.cdiv(kv_len, BLOCK)
     if MODE == BALANCED:
         stop = gl.minimum(piece.end - base, gl.maximum(blocks, 1))
         lo = at - base
         hi = gl.minimum(stop, blocks)
-        follow = base + stop
+        follow = base + stop + piece.gap
     else:
         lo = piece.start
         hi = piece.end
@@ -185,7 +206,7 @@ def split_slots(piece, b, base, kv_len, workers, tile, tiles, MODE: gl.constexpr
         stop = base + gl.maximum(gl.cdiv(kv_len, BLOCK), 1)
         splits = (stop - 1) // piece.piece - first + 1
         rank = piece.worker - first
-        stay = splits - (stop < gl.minimum((first + splits) * piece.piece, piece.total)).to(gl.int32)
+        stay = splits - (stop + piece.gap < gl.minimum((first + splits) * piece.piece, piece.total)).to(gl.int32)
         first_slot = (2 * first + 1) * tiles + tile
         next_slot = (2 * first + 2) * tiles + tile
         step = 2 * tiles
