@@ -7,6 +7,7 @@ went away. One file a command; a command module has ``add_arguments(parser)`` an
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -27,10 +28,14 @@ COMMANDS: dict[str, str] = {
     "contest": "run submissions to the mixed-mla contest",
 }
 
+#: What writing fails with where a disk is full, a quota reached or a device broken.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` by default) and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets "?", not a traceback
@@ -45,9 +50,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nleanmla: interrupted; no file was left half-written.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has enough. Python flushes stdout once more at exit: give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # whoever read our output has enough
         return 141
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _drop_stdout()
+        print(f"leanmla: {error.filename or 'the output'} cannot be written ({error.strerror}).", file=sys.stderr)
+        return 2
+
+
+def _open_missing_streams() -> None:
+    """Where the caller closed stdout or stderr (``>&-``), what is printed goes nowhere, and no file of ours gets its number."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _drop_stdout() -> None:
+    """Python flushes stdout once more at exit: give it somewhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

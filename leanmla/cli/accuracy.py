@@ -87,7 +87,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
 def _print(out: Output, results, names: list[str], seconds: float) -> None:
     from ..accuracy import DISTRIBUTIONS, NUM_ROWS
 
-    table = new_table("What a cache format costs in accuracy", "latents", ">keys", "cache", ">bytes/token", ">error of out", ">worst head",
+    table = new_table("What a cache format costs in accuracy", "latents", ">keys", "cache", ">bytes a token", ">error of out", ">worst head",
                       ">error of lse", ">clipped")  # fmt: skip
     last = None
     for r in results:

@@ -25,6 +25,8 @@ SCHEMA = "leanmla-explain/1"
 OWN_PLANNERS = ("hopper",)
 #: Size of the picture of the schedule.
 PICTURE_ROWS, PICTURE_WIDTH = 12, 72
+#: Columns before a line of the picture: its worker's number.
+PICTURE_MARGIN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +86,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
         plot_timeline(plan, Path(args.plot), subject=subject)
     _print(out, problem, info, reasons, backend, config, plan, cost, known)
     if args.plot:
-        out.print(f"{'timeline':<12} drawn into {args.plot}")
+        out.facts([("timeline", f"drawn into {args.plot}")])
     return 0
 
 
@@ -208,18 +210,19 @@ def _print(out: Output, problem, info, reasons, backend: Backend, config, plan: 
         *config.extra,
         ("because", config.reason),
     ]
-    for key, value in rows:
-        out.print(f"{key:<12} {value}")
+    out.facts((key, str(value)) for key, value in rows)
     out.print("")
     _print_schedule(out, plan, config.backend if own_rules else None)
     out.print("")
-    out.print(f"{'reads':<12} {size(cost['cache_bytes'])} of cache, {size(cost['query_bytes'])} of queries; "
-              f"writes {size(cost['out_bytes'])}; partial results {size(cost['partial_bytes'])}")  # fmt: skip
-    out.print(f"{'computes':<12} {cost['flops'] / 1e9:.3g} GFLOP, {cost['flops_per_byte']:.0f} FLOP a byte")
+    floor = "unknown: no bandwidth is on record for this device; leanmla bench measures it"
     if known is not None and known.tb_s:
-        out.print(f"{'floor':<12} {cost['floor_us']:.1f} µs at {known.tb_s:g} TB/s ({known.source})")
-    else:
-        out.print(f"{'floor':<12} unknown: no bandwidth is on record for this device; leanmla bench measures it")
+        floor = f"{cost['floor_us']:.1f} µs at {known.tb_s:g} TB/s ({known.source})"
+    out.facts([
+        ("reads", f"{size(cost['cache_bytes'])} of cache, {size(cost['query_bytes'])} of queries; writes {size(cost['out_bytes'])}; "
+                  f"partial results {size(cost['partial_bytes'])}"),
+        ("computes", f"{cost['flops'] / 1e9:.3g} GFLOP, {cost['flops_per_byte']:.0f} FLOP a byte"),
+        ("floor", floor),
+    ])  # fmt: skip
 
 
 def _print_schedule(out: Output, plan: SplitPlan, own_rules: str | None) -> None:
@@ -235,16 +238,16 @@ def _print_schedule(out: Output, plan: SplitPlan, own_rules: str | None) -> None
     loads = _loads(plan)
     chunk = f", chunks of {plan.chunk_blocks * plan.granularity} keys" if plan.chunk_blocks else ""
     idle = sum(load == 0 for load in loads)
-    out.print(f"{'schedule':<12} {plan.mode}: {len(plan.items)} items for {len(counts)} sequences, {spread} each{chunk}")
-    out.print(f"{'items':<12} {min(keys)} to {max(keys)} keys")
-    out.print(f"{'balance':<12} {plan.balance:.0%}: the busiest of {plan.num_workers} workers has {max(loads)} keys, "
-              f"the mean is {sum(loads) / len(loads):.0f}" + (f", {idle} have none" if idle else ""))  # fmt: skip
-    for words in timetable(plan).figures.sentences():
-        out.print(f"{'':<12} {words}")
-    out.print("", *draw(plan))
+    out.facts([
+        ("schedule", f"{plan.mode}: {len(plan.items)} items for {len(counts)} sequences, {spread} each{chunk}"),
+        ("items", f"{min(keys)} to {max(keys)} keys"),
+        ("balance", f"{plan.balance:.0%} of perfect" + (f"; {idle} of {plan.num_workers} workers have no keys" if idle else "")),
+        *(("", words) for words in timetable(plan).figures.sentences()),
+    ])  # fmt: skip
+    out.print("", *draw(plan, min(PICTURE_WIDTH, max(20, out.console.width - PICTURE_MARGIN))))
 
 
-def draw(plan: SplitPlan) -> list[str]:
+def draw(plan: SplitPlan, width: int = PICTURE_WIDTH) -> list[str]:
     """A text picture: a line a worker, a letter a sequence, time to the right, dots where a worker is idle."""
     queues = plan.workers()
     longest = max((sum(i.num_keys for i in q) for q in queues), default=0)
@@ -258,16 +261,16 @@ def draw(plan: SplitPlan) -> list[str]:
     else:
         head = "Workers"
     lines = [f"{head}, busiest first. A letter is a sequence, | ends an item, . is idle."]
-    return lines + [f"  {w:>5} {_line(queues[w], longest)}" for w in ordered]
+    return lines + [f"  {w:>5} {_line(queues[w], longest, width)}" for w in ordered]
 
 
-def _line(queue: list[SplitItem], longest: int) -> str:
+def _line(queue: list[SplitItem], longest: int, room: int) -> str:
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
     text, done = "", 0
     for item in queue:
         done += item.num_keys
-        end = round(done / longest * PICTURE_WIDTH)
+        end = round(done / longest * room)
         width = end - len(text)
         if width > 0:
             text += letters[item.seq % len(letters)] * (width - 1) + "|"
-    return text.ljust(PICTURE_WIDTH, ".")
+    return text.ljust(room, ".")

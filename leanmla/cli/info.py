@@ -37,8 +37,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
         "schema": SCHEMA, "environment": facts, "variables": {n: os.environ.get(n) for n in settings.VARIABLES},
         "typical_problem": str(problem_of(typical, "bf16")), "reasons": reasons, "chosen": chosen,
     })  # fmt: skip
-    for key, value in _facts(facts, info):
-        out.print(f"{key:<10} {value}")
+    out.facts(_facts(facts, info))
 
     table = new_table(
         f"Backends for {typical.label} (batch x kv), 16 heads, on {info.name}", "backend", "can run", "why not otherwise"
@@ -46,7 +45,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     for name in backends.NAMES:
         able = [f for f in FORMATS if reasons[f][name] is None]
         auto = [f for f in able if chosen[f] == name]
-        words = ", ".join(f"{f} *" if f in auto else f for f in able)
+        words = ", ".join(f"{f}*" if f in auto else f for f in able)
         why = "; ".join(dict.fromkeys(r for f in FORMATS if (r := reasons[f][name]) is not None))
         table.add_row(name, words or "-", why)
     out.print("", table, "* what auto takes", "")

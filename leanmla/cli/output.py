@@ -5,8 +5,9 @@ from __future__ import annotations
 import stat
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ __all__ = ["Output", "Steps", "new_table"]
 
 #: Width where the output is no terminal (rich would take 80).
 PLAIN_WIDTH = 100
+#: Where the words of a fact begin.
+FACT_INDENT = 13
 #: Seconds between progress lines where stderr is no terminal.
 PLAIN_INTERVAL = 15.0
 
@@ -46,6 +49,13 @@ def new_table(title: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     return table
+
+
+def _keep_numbers_whole(table: Table) -> None:
+    """Columns aligned to the right do not become narrower than what stands in them; their names are folded between words."""
+    for column in table.columns:
+        if column.justify == "right":
+            column.min_width = max(len(words) for words in (*map(str, column.cells), *str(column.header).split(), ""))
 
 
 class Steps:
@@ -116,10 +126,22 @@ class Output:
         self.console = _console(sys.stderr if json_path == "-" else sys.stdout)
 
     def print(self, *things: Any) -> None:
-        """Print tables and text for people. Text is taken as it is, without markup."""
+        """Print tables and text for people. Text is taken as it is, without markup; numbers are never cut or folded."""
         if not self.quiet:
             for thing in things:
-                self.console.print(thing, markup=False)
+                if isinstance(thing, Table):
+                    _keep_numbers_whole(thing)
+                # A table that is wider than the terminal all the same is left to the terminal to wrap.
+                self.console.print(thing, markup=False, crop=False)
+
+    def facts(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Print a name and words on each line; longer words go on below themselves."""
+        if self.quiet:
+            return
+        for name, words in rows:
+            room = max(20, self.console.width - FACT_INDENT)
+            for i, line in enumerate(textwrap.wrap(words, room, break_on_hyphens=False) or [""]):
+                self.print(f"{'' if i else name:<{FACT_INDENT}}{line}")
 
     def json(self, document: dict) -> None:
         """Hand over the results: written whole or not at all. Call it before printing tables."""

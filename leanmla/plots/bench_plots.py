@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidArgument
 from .files import require_matplotlib, save
 from .roofline import roofline_figure
-from .runs import Row, Run, mean_speedup, short_count, speedups
+from .runs import Row, Run, digits, mean_speedup, short_count, speedups
 from .series import looks_of
 from .style import INK, MUTED, ceiling_line, draw, figure_title, log_ticks, look_of_format, plain_ticks
 
@@ -241,7 +241,7 @@ def geomean_figure(run: Run) -> Figure | None:
             colour = "#c3c8d1" if peer or row is None else look_of_format(row.format).colour
             axes.barh(i, mean * scale, color=colour, height=0.7)
             axes.annotate(
-                f"{mean * scale:.4g} {unit}",
+                f"{digits(mean * scale, 3)} {unit}",
                 (mean * scale, i),
                 xytext=(4, 0),
                 textcoords="offset points",

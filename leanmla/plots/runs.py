@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from ..bench.results import geomean, read_json
 from ..errors import InvalidArgument
 from ..formats import FORMATS
 
-__all__ = ["Row", "Run", "SCHEMAS", "load_run", "short_count"]
+__all__ = ["Row", "Run", "SCHEMAS", "digits", "load_run", "short_count"]
 
 #: Kinds of document with timed rows.
 SCHEMAS = ("leanmla-bench/", "leanmla-run/")
@@ -153,6 +154,10 @@ def run_of(document: dict[str, Any], label: str) -> Run:
     schema = str(document.get("schema", ""))
     if not schema.startswith(SCHEMAS):
         raise InvalidArgument(f"{label}: expected a result of leanmla bench or run, got one of {schema!r}.")
+    unknown = {r.get("format") for r in document.get("results", ()) if isinstance(r, dict)} - {*FORMATS, None}
+    if unknown:
+        names = ", ".join(sorted(map(repr, unknown)))
+        raise InvalidArgument(f"{label}: has results of cache format {names}, which this version does not know.")
     try:
         return Run(label, document, tuple(_row(r) for r in document["results"]))
     except (KeyError, TypeError) as error:
@@ -171,6 +176,14 @@ def short_count(n: float) -> str:
         if n >= factor and n % factor == 0:
             return f"{n // factor}{letter}"
     return str(n)
+
+
+def digits(value: float, count: int = 4) -> str:
+    """A number with this many significant digits, zeros at the end kept so that columns line up: ``24.30``, ``1102``."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    whole = math.floor(math.log10(abs(float(f"{value:.{count - 1}e}"))))
+    return f"{value:.{max(0, count - 1 - whole)}f}"
 
 
 def best_peer(rows: Iterable[Row]) -> dict[str, Row]:

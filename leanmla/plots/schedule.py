@@ -58,7 +58,7 @@ class ScheduleFigures:
             else f"none of {self.num_sequences} sequences is split: nothing to combine"
         )
         return [
-            f"{self.idle_share:.1%} of the workers' time is idle: busiest {self.makespan} blocks, mean {self.mean_load:.1f}, ratio {self.imbalance:.2f}",
+            f"{self.idle_share:.1%} of the workers' time is idle: busiest {self.makespan}, mean {self.mean_load:.1f} blocks of {self.block_keys}, ratio {self.imbalance:.2f}",
             combine,
         ]
 

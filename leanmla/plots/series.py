@@ -11,20 +11,22 @@ __all__ = ["looks_of"]
 def looks_of(run: Run) -> dict[str, Look]:
     """A look for each series of a run, ours first: the same in all of its pictures.
 
-    Two backends with the same format share a colour; the second is hollow.
+    Colour and marker are the format's. The first backend is filled, with the format's dash; others are hollow and dotted.
     """
     series: dict[str, Row] = {}
-    for r in run.rows:
+    for r in run.good:
         series.setdefault(r.by, r)
     looks: dict[str, Look] = {}
-    used: dict[str, int] = {}
+    backends: list[str] = []
     peers = 0
     for by, r in sorted(series.items(), key=lambda item: item[1].peer):
         if r.peer:
             looks[by] = look_of_peer(peers)
             peers += 1
             continue
-        look = look_of_format(r.format)
-        times = used[r.format] = used.get(r.format, 0) + 1
-        looks[by] = look if times == 1 else Look(look.colour, "osD^v<>"[times % 7], (0, (1, 1)), hollow=True)
+        backend = by.partition(" ")[0]
+        if backend not in backends:
+            backends.append(backend)
+        look, place = look_of_format(r.format), backends.index(backend)
+        looks[by] = look if place == 0 else Look(look.colour, look.marker, (0, (1, place)), hollow=True)
     return looks

@@ -38,13 +38,13 @@ class Look:
                 "markeredgecolor": self.colour}  # fmt: skip
 
 
-#: Lightness (CIE L*) 22, 48, 58, 75, 87: still an order in grey.
+#: Lightness (CIE L*) 22, 35, 48, 58, 75: still an order in grey, and none too pale for white paper.
 _FORMATS: dict[str, Look] = {
     "bf16": Look("#1d2f6f", "o", "-"),
     "fp8": Look("#c8501e", "s", (0, (6, 1.5))),
     "mxfp4": Look("#1e9e82", "D", (0, (3, 1.2))),
     "fp8_tile128": Look("#e5b13a", "^", (0, (5, 1.2, 1, 1.2))),
-    "mxfp4_row320": Look("#b9e0d6", "h", (0, (1, 1.2))),
+    "mxfp4_row320": Look("#7d2f86", "X", (0, (8, 1.5, 2, 1.5))),
 }
 _PEERS = [
     Look("#3f4654", "v", (0, (1, 1)), True), Look("#7d8594", "P", (0, (2, 1)), True), Look("#5a6170", "X", (0, (4, 1, 1, 1)), True),

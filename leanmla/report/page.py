@@ -10,7 +10,7 @@ from typing import Any
 from ..bench.results import read_json
 from ..errors import InvalidArgument
 from ..plots.files import PlottingUnavailable, render, require_matplotlib
-from ..plots.runs import SCHEMAS, Row, Run, best_peer, run_of
+from ..plots.runs import SCHEMAS, Row, Run, best_peer, digits, run_of
 from .compare import Comparison, compare_runs
 from .html import Cell, document, heading, paragraph, picture, preformatted, table
 
@@ -157,8 +157,8 @@ def _run(run: Run, pictures: _Pictures) -> str:
     if means:
         unit, scale = run.time_unit
         parts += [heading(3, "Geometric mean over the contest's grid"),
-                  table(["by", f">{unit}"], [[by, f"{mean * scale:.4g}"] for by, mean in means])]  # fmt: skip
-    parts += [heading(3, "Environment and protocol"), _environment(run.document)]
+                  table(["by", f">{unit}"], [[by, digits(mean * scale)] for by, mean in means])]  # fmt: skip
+    parts += [_goals(run), heading(3, "Environment and protocol"), _environment(run.document)]
     return "".join(parts)
 
 
@@ -203,8 +203,8 @@ def _times(run: Run) -> str:
         if not r.ok:
             return [*head, Cell(r.status, "bad" if r.status in ("wrong", "failed") else "muted"), *[""] * 7]
         against = f"{r.time_us / peers[r.case].time_us:.2f}" if not r.peer and r.case in peers else ""
-        return [*head, f"{r.time_us * scale:.4g}", f"{r.spread:.1%}", f"{r.tb_s * rate_scale:.3g}", _number(r.read_share, ".0%"),
-                f"{r.tflop_s * (1e3 if run.on_cpu else 1):.3g}", _number(r.relative_error, ".1e"), _number(r.quantisation_error, ".1e"),
+        return [*head, digits(r.time_us * scale), f"{r.spread:.1%}", digits(r.tb_s * rate_scale, 3), _number(r.read_share, ".0%"),
+                digits(r.tflop_s * (1e3 if run.on_cpu else 1), 3), _number(r.relative_error, ".1e"), _number(r.quantisation_error, ".1e"),
                 against]  # fmt: skip
 
     columns = ["case", "cache", "by", f">{unit}", ">spread", f">{rate}", ">share", ">GFLOP/s" if run.on_cpu else ">TFLOP/s", ">error",
@@ -225,6 +225,25 @@ def _problems(run: Run) -> str:
     return heading(3, "What was left out, and why") + table(["what"], [[line] for line in dict.fromkeys(lines)])
 
 
+def _goals(run: Run) -> str:
+    """Pass or miss of every goal the run was held against (``leanmla bench --goals``); "" if there were none."""
+    verdicts = run.document.get("goals") or []
+    if not verdicts:
+        return ""
+    words = {True: Cell("pass", "faster"), False: Cell("miss", "slower"), None: Cell("not timed", "muted")}
+    rows = []
+    for v in verdicts:
+        time, limit, met = v.get("time_us"), v.get("limit_us"), v.get("met")
+        what = f"{v['row']}, {v['column']}" if v.get("table") else f"{v['row']} ({v.get('case') or 'contest grid'})"
+        over = f"{time / limit:.2f}" if time and limit else ""
+        cells = ["" if n is None else digits(n) for n in (time, limit)]
+        rows.append([v.get("table") or "Single goals", what, *cells, over, words[met]])
+    counts = [sum(v.get("met") is state for v in verdicts) for state in (True, False, None)]
+    sentence = f"{counts[0]} goals met, {counts[1]} missed, {counts[2]} not timed in this run."
+    columns = ["goals", "what", ">µs", ">goal, µs", ">time / goal", "verdict"]
+    return heading(3, "Goals") + paragraph(sentence, "callout") + table(columns, rows, group_by_first=True)
+
+
 def _environment(found: dict[str, Any]) -> str:
     from .compare import _facts
 
@@ -243,7 +262,7 @@ def _comparison(c: Comparison, before: Run, pictures: _Pictures) -> str:
     if c.differences:
         parts.append(pictures.ratios(c))
         marks = {"faster": "▼ faster", "slower": "▲ slower", "same": "= same"}
-        rows = [[d.case, d.by, f"{d.before_us * scale:.4g}", f"{d.after_us * scale:.4g}", f"{d.ratio:.3f}", f"±{d.noise:.1%}",
+        rows = [[d.case, d.by, digits(d.before_us * scale), digits(d.after_us * scale), f"{d.ratio:.3f}", f"±{d.noise:.1%}",
                  Cell(marks[d.verdict], d.verdict)] for d in c.differences]  # fmt: skip
         parts.append(table(["case", "by", f">{c.before}, {unit}", f">{c.after}, {unit}", ">ratio", ">spread of both", "verdict"], rows,
                            group_by_first=True))  # fmt: skip

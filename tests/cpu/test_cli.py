@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -430,6 +431,24 @@ def test_a_broken_pipe_is_silent():
 
 
 # -- sizing the main job --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("where", "code"), [(">&-", 0), (">/dev/full", 2)])
+def test_output_that_goes_nowhere_leaves_no_traceback(where, code):
+    if where == ">/dev/full" and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    command = f"{sys.executable} -m leanmla explain --device-like h200 {where}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert done.stderr == ("" if code == 0 else "leanmla: the output cannot be written (No space left on device).\n")
+
+
+def test_a_narrow_terminal_folds_words_but_no_number(monkeypatch, capsys):
+    monkeypatch.setattr("leanmla.cli.output.PLAIN_WIDTH", 60)
+    assert main(["accuracy", "--kv", "64", "--heads", "2", "--distributions", "normal", "--formats", "fp8"]) == 0
+    assert re.search(r" \d\.\de-\d\d  \d\.\de-\d\d \(#\d\)  \d\.\de-\d\d", capsys.readouterr().out)
+    assert main(["explain", "--device-like", "h200", "--batch", "3", "--kv", "5,17,4000"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 
 def test_run_makes_batches_smaller_for_memory_and_time():

@@ -21,7 +21,7 @@ from leanmla.cli import main
 from leanmla.errors import InvalidArgument
 from leanmla.plots import files
 from leanmla.plots.files import PlottingUnavailable, check_target, render, save, sources_of
-from leanmla.plots.runs import load_run, run_of, short_count, speedups
+from leanmla.plots.runs import digits, load_run, run_of, short_count, speedups
 from leanmla.plots.schedule import timetable
 from leanmla.split_plan import plan_splits
 
@@ -31,6 +31,7 @@ needs_matplotlib = pytest.mark.skipif(not HAVE_MATPLOTLIB, reason="needs matplot
 if HAVE_MATPLOTLIB:
     from leanmla.plots.bench_plots import bench_figures, geomean_figure, save_bench_figures, speedup_figure, sweep_figure
     from leanmla.plots.roofline import roofline_figure
+    from leanmla.plots.series import looks_of
     from leanmla.plots.style import look_of_format
     from leanmla.plots.timeline import plot_timeline, timeline_figure
 
@@ -251,6 +252,30 @@ def test_formats_differ_in_grey_in_marker_and_in_dash():
     grey = sorted(luminance(look) for look in looks)
     assert min(b - a for a, b in itertools.pairwise(grey)) > 8
     assert len({look.marker for look in looks}) == len({str(look.dash) for look in looks}) == 5
+
+
+@needs_matplotlib
+def test_backends_differ_by_filling_and_formats_by_marker():
+    """Also where the first backend refuses a format: a format without a second backend is not drawn as if it had two."""
+    run = bench_run(
+        contenders={f"{b} {f}": (f, False, 0.9, 6.0) for f in ("bf16", "fp8", "mxfp4") for b in ("hopper", "triton")}
+    )
+    for r in run.results:
+        r.backend = r.contender.split()[0]
+        if r.contender == "hopper mxfp4":
+            r.status, r.message, r.backend = "refused", "has no kernel", ""
+    looks = looks_of(run_of(run.document(), "x"))
+    assert list(looks) == ["hopper bf16", "triton bf16", "hopper fp8", "triton fp8", "triton mxfp4"]
+    for by, look in looks.items():
+        backend, fmt = by.split()
+        assert look.hollow == (backend == "triton")
+        assert (look.colour, look.marker) == (look_of_format(fmt).colour, look_of_format(fmt).marker)
+
+
+def test_digits_keep_zeros():
+    found = [digits(v) for v in (24.3, 1102.4, 9.9996, 0.5, 12345.0, 0.0, math.nan)]
+    assert found == ["24.30", "1102", "10.00", "0.5000", "12345", "0", "nan"]
+    assert digits(106.2, 3) == "106" and digits(37.6, 3) == "37.6"
 
 
 def test_documents_of_other_kinds_are_refused(tmp_path):

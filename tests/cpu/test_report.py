@@ -203,3 +203,29 @@ def test_a_browser_shows_tables_and_pictures(tmp_path, results):
         want = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
         assert (abs(pixels - want).max(-1) < 0.02).sum() > 100, colour
     assert not re.search(r"(?i)refused to|failed to load", done.stderr)
+
+
+def test_goals_are_a_table_of_pass_and_miss(tmp_path, no_matplotlib):
+    document = bench_run().document()
+    one = {"table": "Tuned", "row": "4 x 1024", "column": "fp8", "case": "4 x 1024", "formats": ["fp8"]}
+    document["goals"] = [
+        {**one, "time_us": 9.0, "limit_us": 10.0, "met": True},
+        {**one, "column": "bf16", "time_us": 12.0, "limit_us": 10.0, "met": False},
+        {**one, "table": "", "row": "a mean", "column": "", "case": "", "time_us": None, "limit_us": 62.0, "met": None},
+    ]
+    write_json(tmp_path / "a.json", document)
+    page = make_report([tmp_path / "a.json"]).html
+    assert "1 goals met, 1 missed, 1 not timed in this run." in page
+    assert re.search(
+        r'fp8</td><td class="n">9.000</td><td class="n">10.00</td><td class="n">0.90</td><td class="faster">pass', page
+    )
+    assert 'slower">miss' in page and "a mean (contest grid)" in page and 'muted">not timed' in page
+    assert "Goals" not in make_report([write_run(tmp_path / "b.json")]).html
+
+
+def test_a_format_of_a_later_version_is_one_sentence(tmp_path, no_matplotlib):
+    document = bench_run().document()
+    document["results"][0]["format"] = "int2"
+    write_json(tmp_path / "a.json", document)
+    with pytest.raises(InvalidArgument, match="cache format 'int2', which this version does not know"):
+        make_report([tmp_path / "a.json"])
