@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "check": "run the correctness grid and report the worst case of every kind",
     "bench": "check, then time: against measured ceilings and whatever peers are installed",
     "explain": "which backend runs a problem, why not the others, and the schedule",
+    "warmup": "compile the usual kernels now, so that no first call has to",
     "build": "code objects for a GPU that need not be here, and a manifest to launch them from",
     "accuracy": "what each cache format costs in accuracy, and which one fits an error budget",
     "report": "one HTML page about result files: tables, pictures, comparison of runs",
