@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "draw", "main"]
 
 SCHEMA = "leanmla-explain/1"
 #: Backends that do not cut as :mod:`leanmla.split_plan` does. With a ``host_plan`` of their own they are shown exactly.
-OWN_PLANNERS = ("hopper",)
+OWN_PLANNERS = ("hopper", "hopper_cuda")
 #: Size of the picture of the schedule.
 PICTURE_ROWS, PICTURE_WIDTH = 12, 72
 #: Columns before a line of the picture: its worker's number.

@@ -96,3 +96,13 @@ def test_pictures_in_the_pages_say_what_they_show():
     for page in PAGES:
         for words, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
             assert len(words) > 15 and (page.parent / target).exists(), (page.name, target)
+
+
+def test_every_setting_and_backend_is_explained():
+    from leanmla import backends, settings
+
+    conventions, choosing = (
+        (ROOT / "docs" / f"{p}.md").read_text(encoding="utf-8") for p in ("conventions", "choosing_a_backend")
+    )
+    assert [name for name in settings.VARIABLES if f"`{name}`" not in conventions] == []
+    assert [name for name in backends.NAMES if f"| `{name}` |" not in choosing] == []
