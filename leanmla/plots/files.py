@@ -48,7 +48,11 @@ def require_matplotlib() -> None:
     Raises:
         PlottingUnavailable: says how to install what is missing.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        found = importlib.util.find_spec("matplotlib") is not None
+    except ImportError:  # an import hook that forbids it
+        found = False
+    if not found:
         raise PlottingUnavailable("pictures need matplotlib, which is not installed. Run: pip install 'leanmla[plot]'")
 
 

@@ -306,6 +306,15 @@ def test_a_missing_matplotlib_is_one_sentence(monkeypatch, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_import_hook_that_forbids_matplotlib_counts_as_missing(monkeypatch, capsys, tmp_path):
+    def forbid(name, *_):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("leanmla.plots.files.importlib.util.find_spec", forbid)
+    assert main(["accuracy", "--plot", str(tmp_path / "a.svg")]) == 2
+    assert "pictures need matplotlib" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
 def test_bad_targets_are_refused_before_any_work(tmp_path):
     for path, words in (
         (tmp_path / "a.gif", r"ends in \.png, \.svg, \.pdf"),
