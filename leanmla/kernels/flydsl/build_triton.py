@@ -85,7 +85,7 @@ _MEANINGS = {
     "stride_page": "units of 16 bytes between pages of the cache (between tokens if contiguous)",
     "stride_scale_page": "mxfp4: bytes between pages of the scales",
     "stride_table": "block_table: page ids between rows of the table",
-    "row_groups": "num_heads * most query rows of a sequence",
+    "row_groups": "blocks for the rows of a sequence: num_heads * most query rows, by the rows a block merges",
 }
 
 _KINDS = {"fp32": "f32", "i32": "i32", "i64": "i64"}
@@ -187,7 +187,7 @@ def build_triton(problem: DecodeProblem, target: str = "gfx950", *, small_cache:
         plan = _built(plan_kernel, "plan_kernel", plan_constants(problem, config, MI355X), problem, target, 8, sizes, 1, values)
     if problem.num_kv_splits != 1:
         merge = combine_config(problem, MI355X)
-        groups = problem.num_heads * problem.max_q_len
+        groups = -(-problem.num_heads * problem.max_q_len // merge.rows)
         merge_constants = combine_constants(problem, config, MI355X)
         grid = problem.batch * groups * (512 // merge.cols)
         values = values_of(combine_kernel, shared_values | {"row_groups": groups})
