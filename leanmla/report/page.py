@@ -216,7 +216,13 @@ def _times(run: Run) -> str:
 
 
 def _problems(run: Run) -> str:
-    lines = [f"{r.status}: {r.case}, {r.by}: {r.message}" for r in run.rows if not r.ok]
+    lines = [f"{r.status}: {r.case}, {r.by}: {r.message}" for r in run.rows if not r.ok and r.status != "refused"]
+    refused: dict[tuple[str, str], list[str]] = {}
+    for r in run.rows:
+        if r.status == "refused":
+            refused.setdefault((r.by, r.message), []).append(r.case)
+    for (by, message), cases in refused.items():
+        lines.append(f"refused: {cases[0] if len(cases) == 1 else f'{len(cases)} cases'}, {by}: {message}")
     lines += [f"not run, the time limit came first: {case}" for case in run.document.get("not_run") or ()]
     if run.document.get("aborted"):
         lines.append(f"the run ended early at {run.document['aborted']}")
@@ -239,7 +245,7 @@ def _goals(run: Run) -> str:
         cells = ["" if n is None else digits(n) for n in (time, limit)]
         rows.append([v.get("table") or "Single goals", what, *cells, over, words[met]])
     counts = [sum(v.get("met") is state for v in verdicts) for state in (True, False, None)]
-    sentence = f"{counts[0]} goals met, {counts[1]} missed, {counts[2]} not timed in this run."
+    sentence = f"Goals: {counts[0]} met, {counts[1]} missed, {counts[2]} not timed in this run."
     columns = ["goals", "what", ">µs", ">goal, µs", ">time / goal", "verdict"]
     return heading(3, "Goals") + paragraph(sentence, "callout") + table(columns, rows, group_by_first=True)
 

@@ -215,12 +215,12 @@ def test_goals_are_a_table_of_pass_and_miss(tmp_path, no_matplotlib):
     ]
     write_json(tmp_path / "a.json", document)
     page = make_report([tmp_path / "a.json"]).html
-    assert "1 goals met, 1 missed, 1 not timed in this run." in page
+    assert "Goals: 1 met, 1 missed, 1 not timed in this run." in page
     assert re.search(
         r'fp8</td><td class="n">9.000</td><td class="n">10.00</td><td class="n">0.90</td><td class="faster">pass', page
     )
     assert 'slower">miss' in page and "a mean (contest grid)" in page and 'muted">not timed' in page
-    assert "Goals" not in make_report([write_run(tmp_path / "b.json")]).html
+    assert ">Goals<" not in make_report([write_run(tmp_path / "b.json")]).html
 
 
 def test_a_format_of_a_later_version_is_one_sentence(tmp_path, no_matplotlib):
@@ -229,3 +229,13 @@ def test_a_format_of_a_later_version_is_one_sentence(tmp_path, no_matplotlib):
     write_json(tmp_path / "a.json", document)
     with pytest.raises(InvalidArgument, match="cache format 'int2', which this version does not know"):
         make_report([tmp_path / "a.json"])
+
+
+def test_the_same_refusal_is_said_once(tmp_path, no_matplotlib):
+    document = bench_run().document()
+    for r in document["results"]:
+        if r["contender"] == "auto mxfp4":
+            r.update(status="refused", message="has no kernel", time_us=None, tb_s=None)
+    write_json(tmp_path / "a.json", document)
+    page = make_report([tmp_path / "a.json"]).html
+    assert page.count("has no kernel") == 1 and "refused: 8 cases, hopper mxfp4: has no kernel" in page
