@@ -109,8 +109,10 @@ def test_pool_without_pages(fmt, page_size):
 
 @pytest.mark.parametrize("heads, q_len, page_size", [(16, 1, 1), (16, 1, 64), (16, 2, 64), (128, 2, 1)])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_more_splits_than_fit_on_the_card(fmt, heads, q_len, page_size):
+def test_more_splits_than_fit_on_the_card(fmt, heads, q_len, page_size, monkeypatch):
     """Thousands of blocks that come and go; partial results are NaN until they are written."""
+    # The backend refuses some of these until they have passed here.
+    monkeypatch.setattr("leanmla.kernels.hopper.backend._unsafe_splits", lambda problem, device: None)
     lens = tuple(1 + 37 * i % 1200 for i in range(256))
     inputs = make_inputs(
         DecodeCase(lens, q_lens=q_len, num_heads=heads, page_size=page_size, table="csr", format=fmt), device="cuda"
