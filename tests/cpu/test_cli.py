@@ -369,7 +369,12 @@ def test_ctrl_c_for_real(tmp_path):
     )
     file = tmp_path / "result.json"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", code, str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     assert process.stdout.readline() == "ready\n"
     time.sleep(1.0)

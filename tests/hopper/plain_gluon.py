@@ -70,8 +70,15 @@ def _names():
     names = types.ModuleType(f"{HOST}.gluon_names")
     names.gl, names.gluon = gl, types.SimpleNamespace(jit=lambda f: f)
     names.aggregate = names.constexpr_function = lambda x: x
-    names.__getattr__ = lambda name: lambda *_, **__: None  # layouts and what only kernels need
+    names.__getattr__ = _other
     return names
+
+
+def _other(name):
+    """Layouts and what only kernels need."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return lambda *_, **__: None
 
 
 def on_host(module):

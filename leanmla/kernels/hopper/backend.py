@@ -10,6 +10,7 @@ import torch
 
 from ...device import DeviceInfo, describe, missing, triton_missing
 from ...errors import CapacityExceeded, InvalidArgument
+from ...formats import no_kernel
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
 from .host_plan import HopperPlan, host_plan
 from .launch import BLOCK_KEYS, choose_launch
@@ -71,7 +72,7 @@ class HopperBackend:
         if device.shared_memory and device.shared_memory < _SHARED_MEMORY:
             return f"needs {_SHARED_MEMORY} bytes of shared memory a block, this device has {device.shared_memory}"
         if problem.format not in _KERNELS:
-            return f"has no kernel for cache format '{problem.format}' yet (it has {', '.join(_KERNELS)})"
+            return no_kernel(problem.format, tuple(_KERNELS))
         if not 1 <= problem.num_heads <= 128:
             return f"takes 1 to 128 heads, got {problem.num_heads}"
         if problem.num_kv_splits is not None and problem.num_kv_splits > _MAX_SPLITS:

@@ -208,7 +208,7 @@ class TritonBackend:
         if missing is not None:
             return missing
         if problem.format not in _FORMATS:
-            return f"reads the formats {', '.join(_FORMATS)}, got {problem.format}"
+            return no_kernel(problem.format, tuple(_FORMATS))
         if device.kind == "cuda":
             if device.sm < 80:
                 return f"needs sm_80 or newer, this GPU is {device.arch}"
