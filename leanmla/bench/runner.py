@@ -22,7 +22,7 @@ from .measure import COLD_FACTOR, MAX_RELATIVE_ERROR, PEER_MAX_RELATIVE_ERROR, C
 from .peers import Peer
 from .results import geomean
 
-__all__ = ["SCHEMA", "BenchRun", "contenders_for", "earlier_times", "run_bench"]
+__all__ = ["SCHEMA", "BenchRun", "contenders_for", "earlier_times", "formats_named", "run_bench"]
 
 SCHEMA = "leanmla-bench/1"
 
@@ -93,13 +93,28 @@ def _protocol(kind: str) -> dict:
     }
 
 
+def formats_named(names: Sequence[str], cases: Sequence[BenchCase], device: torch.device) -> list[str]:
+    """Names of cache formats; "all" stands for those that a kernel on ``device`` reads, which leaves out what only reference decodes.
+
+    Raises:
+        InvalidArgument: no such format.
+    """
+    info = describe(device)
+
+    def has_kernel(fmt: str) -> bool:
+        return any(backends.choose(problem_of(c, fmt), info).name != "reference" for c in cases)
+
+    every = [fmt for fmt in formats.FORMATS if has_kernel(fmt)] if "all" in names else []
+    return list(dict.fromkeys(f for name in names for f in (every if name == "all" else [formats.get(name).name])))
+
+
 def contenders_for(
     cases: Sequence[BenchCase], names: Sequence[str], backend: str, peers: Sequence[Peer], device: torch.device
 ) -> list[Contender]:
     """Backends times formats, and the peers of those formats.
 
     Args:
-        names: cache formats.
+        names: cache formats, or "all", see :func:`formats_named`.
         backend: "auto" (chosen case by case), "all" that can run some case, or names with commas.
 
     Raises:
@@ -110,7 +125,7 @@ def contenders_for(
     def some_case(name: str, fmt: str) -> bool:
         return any(backends.why_not(name, problem_of(c, fmt), info) is None for c in cases)
 
-    names = [formats.get(fmt).name for fmt in names]
+    names = formats_named(names, cases, device)
     if backend == "all":
         own = [n for n in backends.NAMES if n != "reference" and any(some_case(n, f) for f in names)]
         if not own:

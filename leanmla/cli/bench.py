@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``leanmla bench``."""
     parser.add_argument("--cases", metavar="SETS", help="contest, heads, qlen, pages, ragged, long, small, all, or BATCHxKV, with "
                         "commas (default: contest on a GPU, small on a CPU)")  # fmt: skip
-    parser.add_argument("--formats", default="bf16,fp8,mxfp4,fp8_tile128", help="cache formats (default: %(default)s)")
+    parser.add_argument("--formats", default="all", metavar="NAMES",
+                        help="cache formats with commas, or all that have a kernel here (default: %(default)s)")  # fmt: skip
     parser.add_argument("--backend", default="auto", help="auto, all, or names with commas (default: auto)")
     parser.add_argument("--peers", default="auto", help="auto, none, or parts of names: sdpa, bmm, flash_mla, flashinfer")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: cuda if there is one)")
@@ -42,7 +43,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     from ..bench.goals import judge, read_goals
     from ..bench.peers import peers_named
     from ..bench.results import read_json
-    from ..bench.runner import contenders_for, earlier_times, run_bench
+    from ..bench.runner import contenders_for, earlier_times, formats_named, run_bench
     from ..device import describe
 
     if args.time_limit != 0:  # 0 measures the ceilings alone
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace, out: Output) -> int:
     goals = read_goals(Path(args.goals)) if args.goals else None
     before = earlier_times(read_json(Path(args.compare))) if args.compare else {}
     cases = cases_named(args.cases or ("contest" if gpu else "small"))
-    names = [f.strip() for f in args.formats.split(",")]
+    names = formats_named([f.strip() for f in args.formats.split(",")], cases, device)
     contenders = contenders_for(cases, names, args.backend, peers_named(args.peers), device)
     autos = [c.format for c in contenders if c.backend == "auto"]
     resolve_settings((problem_of(case, f) for f in autos for case in cases), describe(device))

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``leanmla run``."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--backend", default="auto", help="auto or a backend's name (default: auto)")
-    parser.add_argument("--formats", default="bf16,fp8,mxfp4,fp8_tile128", help="cache formats (default: %(default)s)")
+    parser.add_argument("--formats", default="all", metavar="NAMES",
+                        help="cache formats with commas, or all that have a kernel here (default: %(default)s)")  # fmt: skip
     parser.add_argument("--cases", default="contest", help="contest, or BATCHxKV with commas (default: contest)")
     parser.add_argument("--time-limit", type=float, default=80, metavar="S",
                         help="make batches smaller so that it all takes about S seconds (default: %(default)s)")  # fmt: skip
@@ -44,14 +45,13 @@ def main(args: argparse.Namespace, out: Output) -> int:
     from ..bench.data import LatentPool, problem_of
     from ..bench.environment import command_line, environment
     from ..bench.measure import Measurement, measure_case
-    from ..bench.runner import contenders_for
+    from ..bench.runner import contenders_for, formats_named
     from ..device import describe, free_memory
-    from ..formats import get
 
     check_seconds(args.time_limit, "--time-limit")
     device = pick_device(args.device)
-    names = [get(f.strip()).name for f in args.formats.split(",")]
     cases = cases_named(args.cases)
+    names = formats_named([f.strip() for f in args.formats.split(",")], cases, device)
     autos = names if args.backend == "auto" else []
     resolve_settings((problem_of(case, f) for f in autos for case in cases), describe(device))
     memory = min(MEMORY_LIMIT, (free_memory(device) or 2 * MEMORY_LIMIT) // 2)

@@ -14,7 +14,9 @@ from leanmla.bench.data import LatentPool, make_copies, pick_sequences, problem_
 from leanmla.bench.environment import environment
 from leanmla.bench.measure import Contender, copies_needed, measure_case
 from leanmla.bench.peers import PEERS, peers_named
-from leanmla.bench.runner import contenders_for, earlier_times
+from leanmla.bench.runner import contenders_for, earlier_times, formats_named
+from leanmla.cli.known_devices import KNOWN
+from leanmla.device import override
 from leanmla.errors import BackendUnavailable, InvalidArgument
 from leanmla.formats import FORMATS
 
@@ -41,6 +43,18 @@ def test_a_case_by_itself_and_no_case_twice():
     assert len(cases_named("contest,contest,4x1024")) == 8
     with pytest.raises(InvalidArgument, match="got 'x'"):
         cases_named("x")
+
+
+def test_all_formats_are_those_with_a_kernel():
+    cases = contest_cases()
+    assert formats_named(["all"], cases, CPU) == list(FORMATS)
+    assert formats_named(["fp8", "fp8", "bf16"], cases, CPU) == ["fp8", "bf16"]
+    known = KNOWN["a100"]
+    with override(known.info, assume_installed=known.packages):
+        assert formats_named(["mxfp4", "all"], cases, CPU) == ["mxfp4", "bf16", "fp8", "fp8_tile128"]
+        assert formats_named(["mxfp4_row320"], cases, CPU) == ["mxfp4_row320"]
+    with pytest.raises(InvalidArgument, match="format"):
+        formats_named(["all", "fp9"], cases, CPU)
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
