@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, out: Output) -> int:
     """Run it; 1 if a kernel of ours is wrong."""
+    with _plot_folder(args.plot) as folder:
+        return _bench(args, out, folder)
+
+
+def _bench(args: argparse.Namespace, out: Output, folder: Path | None) -> int:
     from ..bench.cases import cases_named
     from ..bench.data import problem_of
     from ..bench.goals import judge, read_goals
@@ -50,7 +57,6 @@ def main(args: argparse.Namespace, out: Output) -> int:
         check_seconds(args.time_limit, "--time-limit")
     if args.seconds is not None:
         check_seconds(args.seconds, "--seconds")
-    folder = _plot_folder(args.plot) if args.plot else None
     device = pick_device(args.device)
     gpu = device.type == "cuda"
     goals = read_goals(Path(args.goals)) if args.goals else None
@@ -77,18 +83,32 @@ def main(args: argparse.Namespace, out: Output) -> int:
     return 0 if run.ok else 1
 
 
-def _plot_folder(name: str) -> Path:
-    """The folder for pictures, made if it is missing; refuses before any work where none could be drawn."""
+@contextlib.contextmanager
+def _plot_folder(name: str | None) -> Iterator[Path | None]:
+    """The folder for pictures, made if it is missing, and removed again if nothing was drawn into it.
+
+    Raises:
+        PlottingUnavailable, InvalidArgument: before any work, where no picture could be drawn.
+    """
     from ..errors import InvalidArgument
     from ..plots.files import require_matplotlib
 
+    if name is None:
+        yield None
+        return
     require_matplotlib()
     folder = Path(name)
+    new = [f for f in (folder, *folder.parents) if not f.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgument(f"--plot: expected a folder, {folder} cannot be made ({error.strerror}).") from None
-    return folder
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):  # the first that holds something ends it
+            for made in new:
+                made.rmdir()
 
 
 def _print(out: Output, run, before: dict) -> None:

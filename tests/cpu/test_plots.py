@@ -394,6 +394,19 @@ def test_bench_draws_into_a_folder(capsys, tmp_path, monkeypatch):
     assert "--plot: expected a folder" in capsys.readouterr().err
 
 
+def test_an_interrupted_bench_leaves_no_folder(tmp_path, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("leanmla.bench.runner.run_bench", interrupted)
+    argv = ("bench", "--device", "cpu", "--cases", "1x64", "--formats", "bf16", "--plot")
+    assert main((*argv, str(tmp_path / "new" / "deep"))) == 130
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    assert main((*argv, str(tmp_path / "mine" / "new"))) == 130
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
 # -- figures of README and docs ----------------------------------------------------------------------------------------
 
 
