@@ -132,7 +132,7 @@ if __name__ == "__main__":
         sys.exit(f"needs the HIP runtime ({error})")
     the_launcher = Launcher(sys.argv[1], runtime)
     for name, one in the_launcher.problems.items():
-        largest, error = zeros_decoded(the_launcher, one, 200)
+        largest, error = zeros_decoded(the_launcher, one, min(200, one["problem"]["max_kv_len"]))
         print(
             f"{name}: {len(one['launches'])} launches, out {'0 everywhere' if largest == 0 else 'WRONG'}, lse error {error:.1e}"
         )

@@ -112,7 +112,7 @@ def test_an_optional_output_may_be_left_out(example, tmp_path):
 def test_every_argument_has_one_source(table, ragged):
     kernel = pretend_build(problem(table_kind=table, page_size=1 if table == "contiguous" else 16, ragged_q=ragged))
     document = manifest([kernel])
-    assert document["schema"] == SCHEMA and document["packing"] and document["order"]
+    assert document["schema"] == SCHEMA and all(document[key] for key in ("packing", "order", "capacity"))
     (entry,) = document["problems"]
     assert json.loads(json.dumps(document)) == document
     names = {b["name"] for b in entry["buffers"]}

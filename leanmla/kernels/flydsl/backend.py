@@ -15,7 +15,7 @@ from ...errors import CapacityExceeded
 from ...formats import no_kernel
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
 from .launch import Scratch, make_scratch, plan_call
-from .spec import TILE, DecodeSpec
+from .spec import COMBINE_THREADS, NUM_THREADS, TILE, DecodeSpec
 from .splits import work_shape
 from .toolchain import flydsl_missing
 
@@ -24,6 +24,7 @@ __all__ = ["BACKEND", "FORMATS", "FlyDslBackend", "Workspace", "unsupported"]
 ARCH = "gfx950"
 FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 MAX_SPLITS = 32767  # its square has to fit 31 bits
+MAX_THREADS = 1 << 32  # a launch counts its threads in 32 bits
 STATUS = "built and emulated, not yet run on hardware"
 
 
@@ -37,6 +38,11 @@ def unsupported(problem: DecodeProblem) -> str | None:
         return f"takes sequences below {1 << 27} keys, the tables allow {problem.max_kv_len}"
     if (problem.num_kv_splits or 0) > MAX_SPLITS:
         return f"takes at most {MAX_SPLITS} splits, got num_kv_splits={problem.num_kv_splits}"
+    shape = work_shape(problem)
+    merged = problem.batch * problem.num_heads * problem.max_q_len if shape.split_mode != "one" else 0
+    threads = max(shape.grid * NUM_THREADS, merged * COMBINE_THREADS)
+    if threads >= MAX_THREADS:
+        return f"launches fewer than {MAX_THREADS} threads at once, batch {problem.batch} needs {threads}"
     return None
 
 

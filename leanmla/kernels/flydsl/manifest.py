@@ -33,6 +33,11 @@ PACKING = (
     "little-endian; each argument at its offset in a kernarg segment of kernarg_bytes, the rest zero; ptr and i64 take 8 bytes, "
     "i32 and f32 take 4"
 )
+CAPACITY = (
+    "grid and constants serve every step of up to problem.batch sequences of up to problem.max_kv_len keys, lengths as the inputs say: a "
+    "smaller batch keeps the buffers' shapes and ends in sequences of 0 keys (block_table: kv_lens 0, page ids anything; csr and "
+    "contiguous: kv_indptr repeats its last value), whose rows of out become 0"
+)
 ORDER = "the launches of a problem in the order they are listed, on one stream: each reads what the one before wrote"
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "uint8": 1}
 
@@ -235,7 +240,7 @@ def manifest(kernels: Iterable[BuiltKernel]) -> dict:
             "parameters": [dataclasses.asdict(p) for p in parameters(kernel)],
             "launches": [_launch(k, tensors, stage) for stage, k in _stages(kernel)],
         })  # fmt: skip
-    return {"schema": SCHEMA, "leanmla": __version__, "packing": PACKING, "order": ORDER, "problems": problems}
+    return {"schema": SCHEMA, "leanmla": __version__, "packing": PACKING, "order": ORDER, "capacity": CAPACITY, "problems": problems}
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
