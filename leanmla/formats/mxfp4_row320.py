@@ -113,11 +113,19 @@ def _split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _move_signs(rows[..., :CODE_BYTES], _NIBBLE_OF_SIGN), byte.to(torch.uint8)
 
 
-def _bytes(name: str, t: torch.Tensor, width: int, at_least: bool = False) -> torch.Tensor:
+#: What holds bytes as they are. Another one-byte dtype (an fp8 cache, say) holds values, and viewing those as codes would go unnoticed.
+_BYTES, _CODES, _SCALES = (
+    tuple(dtype for name in ("uint8", *names) if (dtype := getattr(torch, name, None)) is not None)
+    for names in ((), ("float4_e2m1fn_x2",), ("float8_e8m0fnu",))
+)
+
+
+def _bytes(name: str, t: torch.Tensor, dtypes: tuple, width: int, at_least: bool = False) -> torch.Tensor:
     if not isinstance(t, torch.Tensor):
         raise InvalidArgument(f"{name}: expected a tensor, got {type(t).__name__}.")
-    if t.element_size() != 1 or t.dtype in (torch.bool, torch.int8):
-        raise InvalidDtype(f"{name}: expected bytes (uint8), got {t.dtype}. Pass the stored bytes, not values.")
+    if t.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise InvalidDtype(f"{name}: expected bytes ({expected}), got {t.dtype}. Pass the stored bytes, not values.")
     if t.ndim < 1 or not (t.shape[-1] == width or (at_least and t.shape[-1] > width)):
         raise InvalidArgument(f"{name}: expected [..., {'>= ' if at_least else ''}{width}], got {list(t.shape)}.")
     return t if t.dtype == torch.uint8 else t.view(torch.uint8)
@@ -156,8 +164,8 @@ def from_ocp(data: torch.Tensor, scale: torch.Tensor, *, beyond: str = "refuse")
     """
     if beyond not in ("refuse", "round"):
         raise InvalidArgument(f"beyond: expected 'refuse' or 'round', got {beyond!r}.")
-    data = _bytes("data", data, CODE_BYTES)
-    scale = _bytes("scale", scale, NUM_BLOCKS, at_least=True)[..., :NUM_BLOCKS]
+    data = _bytes("data", data, _CODES, CODE_BYTES)
+    scale = _bytes("scale", scale, _SCALES, NUM_BLOCKS, at_least=True)[..., :NUM_BLOCKS]
     if data.shape[:-1] != scale.shape[:-1] or data.device != scale.device:
         raise InvalidArgument(
             f"scale: expected leading dims {list(data.shape[:-1])} on {data.device} like data, got {list(scale.shape[:-1])} on "
@@ -197,13 +205,14 @@ def to_ocp(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         InvalidArgument: a row holds bytes that the format does not define; the message names the first one.
     """
-    rows = _bytes("rows", rows, ROW_BYTES)
+    rows = _bytes("rows", rows, _BYTES, ROW_BYTES)
     stored = rows[..., list(DEFICIT_AT)].int()
     marked = (rows[..., EXPONENT_AT] == E8M0_NAN)[..., None]
     exponent = torch.where(marked, rows[..., FINITE_EXPONENT_AT, None], rows[..., EXPONENT_AT, None]).int()
     nan = stored == NAN_DEFICIT * DEFICIT_UNIT
     bad = torch.where(nan, ~marked, (stored % DEFICIT_UNIT != 0) | (stored > MAX_DEFICIT * DEFICIT_UNIT))
-    bad |= ~nan & _has_values(rows[..., :CODE_BYTES]) & (exponent < stored // DEFICIT_UNIT)
+    # Below MIN_EXPONENT kernels would flush the scale to zero; slots that were never written are zeros throughout.
+    bad |= ~nan & _has_values(rows[..., :CODE_BYTES]) & (exponent < stored.floor_divide(DEFICIT_UNIT).clamp(min=MIN_EXPONENT))
     bad |= marked & ((exponent == E8M0_NAN) | ~nan.any(-1, keepdim=True))
     if bool(bad.any()):
         token, index = _first(bad)
@@ -239,5 +248,5 @@ class MXFP4Row320(CacheFormat):
         return Quantized(_rows(pack_codes(codes.flatten(1)), byte), None, saturated)
 
     def dequantize(self, data, scale, dtype=torch.float32) -> torch.Tensor:
-        """E2M1 value * 2**(E - deficit - 127); exact in fp32 and fp64."""
+        """E2M1 value * 2**(E - deficit - 127); exact in fp64, and in fp32 for what it holds: 4 * 2**126 and more are infinite."""
         return MXFP4().dequantize(*_split(data), dtype)

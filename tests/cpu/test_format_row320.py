@@ -212,6 +212,34 @@ def test_leading_dims_padding_and_dtypes():
     assert from_ocp(ocp.data[:0], ocp.scale[:0]).shape == (0, 320) and to_ocp(want[:0])[1].shape == (0, 18)
 
 
+def test_unused_bytes_are_never_read():
+    """The end of a row, and byte 307 where no block is NaN; the slots of a cache that were never written are rows of zeros."""
+    x = torch.randn(6, 576, generator=torch.Generator().manual_seed(5))
+    x[2, 70] = math.nan
+    rows = ROW.quantize(x).data
+    poisoned = rows.clone()
+    poisoned[:, 308:] = torch.randint(1, 256, (6, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(6))
+    poisoned[[0, 1, 3, 4, 5], FINITE_EXPONENT_AT] = 255
+    assert [torch.equal(a, b) for a, b in zip(to_ocp(poisoned), to_ocp(rows), strict=True)] == [True, True]
+    assert same(ROW.dequantize(poisoned, None, torch.float64), ROW.dequantize(rows, None, torch.float64))
+    assert [bool(t.any()) for t in to_ocp(torch.zeros(2, 320, dtype=torch.uint8))] == [False, False]
+
+
+def test_largest_and_smallest_scales():
+    """6 * 2**127 is beyond fp32, as in mxfp4; 0.5 * 2**-127 is a subnormal of it."""
+    codes = torch.full((1, 576), 7, dtype=torch.uint8)
+    for byte in (0, 1, 13, 14, 253, 254):
+        rows = from_ocp(packed(codes), torch.full((1, 18), byte, dtype=torch.uint8))
+        values = ROW.dequantize(rows, None, torch.float64)
+        assert bool((values == 6.0 * 2.0 ** (byte - 127)).all())
+        assert torch.equal(ROW.dequantize(rows, None), values.float())
+    x = torch.zeros(3, 576)
+    x[0, 0], x[1, 5], x[2] = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny, 2.0**-140
+    rows, ocp = ROW.quantize(x), OCP.quantize(x)
+    assert torch.equal(ROW.dequantize(rows.data, None), OCP.dequantize(ocp.data, ocp.scale))
+    assert [torch.equal(a, b) for a, b in zip(to_ocp(rows.data), ocp[:2], strict=True)] == [True, True]
+
+
 def test_refusals():
     ocp = OCP.quantize(torch.randn(4, 576))
     rows = from_ocp(ocp.data, ocp.scale)
@@ -227,6 +255,13 @@ def test_refusals():
             call()
     with pytest.raises(InvalidDtype, match="data: expected bytes"):
         from_ocp(ocp.data.float(), ocp.scale)
+    # One byte each, but values.
+    with pytest.raises(InvalidDtype, match=r"data: expected bytes \(uint8 or float4_e2m1fn_x2\), got torch.float8_e4m3fn"):
+        from_ocp(ocp.data.view(torch.float8_e4m3fn), ocp.scale)
+    with pytest.raises(InvalidDtype, match=r"scale: expected bytes \(uint8 or float8_e8m0fnu\), got torch.int8"):
+        from_ocp(ocp.data, ocp.scale.view(torch.int8))
+    with pytest.raises(InvalidDtype, match=r"rows: expected bytes \(uint8\), got torch.float8_e8m0fnu"):
+        to_ocp(rows.view(torch.float8_e8m0fnu))
     # Bytes that no row has: deficits past 26 or between steps, a NaN mark on one side only, an exponent below a deficit.
     for changes in (
         {289: 105},
@@ -235,6 +270,7 @@ def test_refusals():
         {289: 108},
         {306: 255},
         {306: 10, 292: 4 * 11},
+        {306: 13},
         {306: 255, 307: 255, 288: 108},
     ):
         broken = rows.clone()
