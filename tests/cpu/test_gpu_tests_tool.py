@@ -69,8 +69,6 @@ def test_each_test_runs_once_and_every_end_is_recorded(tmp_path):
 
 
 def test_what_time_does_not_allow_is_counted(tmp_path):
-    (tmp_path / "test_slow.py").write_text("import time\ndef test_a(): time.sleep(4)\ndef test_b(): pass\ndef test_c(): pass\n")
-    done, record = run(tmp_path, "--seconds", "3", "--processes", "1")
-    assert record["counts"]["not reached"] >= 2
-    assert sum(record["counts"].values()) == 3
-    assert done.returncode == 1
+    (tmp_path / "test_three.py").write_text("def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n")
+    done, record = run(tmp_path, "--seconds", "0", "--processes", "1")
+    assert record["counts"] == {"not reached": 3} and done.returncode == 1
