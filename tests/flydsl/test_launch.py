@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pretend import pretend_build
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanmla.checks import check_call
 from leanmla.errors import CapacityExceeded, InvalidArgument
@@ -55,7 +56,7 @@ def launches(monkeypatch):
 
 
 @pytest.mark.parametrize("table", ["block_table", "csr", "contiguous"])
-@pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4"])
+@pytest.mark.parametrize("format", ["bf16", "fp8", "mxfp4", "fp8_tile128"])
 def test_every_address_and_stride_arrives(launches, format, table):
     inputs, args = checked_call(DecodeCase((130, 0, 33), format=format, table=table, strided=table != "contiguous"))
     backend = flydsl_backend.FlyDslBackend()
@@ -84,6 +85,23 @@ def test_every_address_and_stride_arrives(launches, format, table):
     assert launches[2][3]["partial_out"] == values["partial_out"] == scratch.partial_out.data_ptr()
     shape = work_shape(args.problem)
     assert scratch.partial_lse.numel() >= shape.partial_rows and scratch.items.numel() >= shape.max_items
+
+
+def test_a_call_does_nothing_but_launch(launches):
+    """No tensor operation, so nothing is allocated, copied or waited for: a graph may capture it."""
+
+    class Refused(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} ran")
+
+    _, args = checked_call(DecodeCase((130, 0), format="mxfp4"))
+    backend = flydsl_backend.FlyDslBackend()
+    workspace = backend.make_workspace(args.problem, torch.device("cpu"))
+    with Refused():
+        backend.run(args, workspace)
+        with pytest.raises(AssertionError, match="empty"):
+            torch.empty(1)
+    assert len(launches) == 3
 
 
 def test_smaller_calls_fit_a_plan_and_larger_do_not(launches):
