@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from .device import DeviceInfo
 from .errors import BackendUnavailable, InvalidArgument
 from .problem import DecodeArgs, DecodeProblem, LaunchConfig
 
-__all__ = ["NAMES", "Backend", "choose", "get", "reasons", "why_not"]
+__all__ = ["NAMES", "Backend", "choose", "get", "prepare", "reasons", "why_not"]
 
 #: Where each backend lives, in the order in which "auto" prefers them.
 _MODULES: dict[str, str] = {
@@ -40,6 +41,8 @@ class Backend(Protocol):
 
     def run(self, args: DecodeArgs, workspace: object) -> None:
         """Write ``args.out`` (and ``args.lse``). On a GPU: allocates nothing, never synchronises."""
+
+    # A backend may also have ``prepare``; see :func:`prepare`.
 
     def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
         """How it would run ``problem``."""
@@ -83,6 +86,17 @@ def why_not(name: str, problem: DecodeProblem, device: DeviceInfo) -> str | None
 def reasons(problem: DecodeProblem, device: DeviceInfo) -> dict[str, str | None]:
     """:func:`why_not` of every backend, in the order of preference."""
     return {name: why_not(name, problem, device) for name in NAMES}
+
+
+def prepare(backend: Backend, args: DecodeArgs, workspace: object) -> Callable[[DecodeArgs, object], None]:
+    """``backend.run`` for calls like ``args``: what its optional method ``prepare(args, workspace)`` returns, otherwise ``run`` itself.
+
+    Like it are calls with the same problem and ``sm_scale`` whose tensors (q, the cache's, the table's, qo_indptr, out, lse) have the
+    same shapes, strides, dtypes and device and are as far aligned (to 16 bytes or not); their addresses and contents may
+    differ, and so may the workspace if it was made for the same problem. ``prepare`` may refuse as ``run`` does; it must not launch.
+    """
+    own = getattr(backend, "prepare", None)
+    return backend.run if own is None else own(args, workspace)
 
 
 def choose(problem: DecodeProblem, device: DeviceInfo, backend: str = "auto") -> Backend:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import backends, checks, device, formats
+from . import backends, checks, device, formats, settings
 from .cache import LatentCache
 from .errors import BackendUnavailable, CapacityExceeded, InvalidArgument, InvalidDtype, PlanMismatch
 from .page_table import PageTable
@@ -100,28 +100,73 @@ def mla_decode(
     return (result, lse) if return_lse else result
 
 
-@torch.no_grad()
 def _decode(
     q: torch.Tensor,
     cache: LatentCache,
     table: PageTable,
     *,
+    sm_scale: float,
+    qo_indptr: torch.Tensor | None,
+    causal: bool,
+    logit_cap: float,
     out: torch.Tensor | None,
     return_lse: bool,
+    num_kv_splits: int | None,
     backend: str,
-    **options,
+    split_size: int | None,
+    max_q_len: int | None,
+    check_contents: bool | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    args = checks.check_call(q, cache, table, out=out, return_lse=return_lse, **options)
-    chosen = backends.choose(args.problem, device.describe(q.device), backend)
-    if out is None:
-        out = q.new_empty(q.shape[0], q.shape[1], DIMS.v_head_dim)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    if args.problem.total_q:
-        workspace = chosen.make_workspace(args.problem, q.device)
-        chosen.run(dataclasses.replace(args, out=out, lse=lse), workspace)
-    if lse is None:
-        return out
-    return out, lse
+    key = None
+    if all(type(n) is int or n is None for n in (num_kv_splits, split_size, max_q_len)) and type(backend) is str:
+        key = _likeness(
+            q, cache, table, qo_indptr, out, sm_scale, causal, logit_cap, return_lse, check_contents,
+            num_kv_splits, split_size, max_q_len, settings.default_backend() if backend == "auto" else backend,
+        )  # fmt: skip
+    info = None
+    if key is not None:
+        info = device.describe(q.device)
+        key = (*key, info)
+    known = _KNOWN.get(key) if key is not None else None
+    if known is None or (out is not None and _overlap(out, cache)):
+        args = checks.check_call(
+            q, cache, table, sm_scale=sm_scale, qo_indptr=qo_indptr, causal=causal, logit_cap=logit_cap, out=out,
+            return_lse=return_lse, num_kv_splits=num_kv_splits, split_size=split_size, max_q_len=max_q_len,
+            check_contents=check_contents,
+        )  # fmt: skip
+        known = _Known(
+            args.problem, args.sm_scale, backends.choose(args.problem, info or device.describe(q.device), backend), None
+        )
+    problem, scale, chosen, launch = known
+    with torch.no_grad():
+        if out is None:
+            out = q.new_empty(q.shape[0], q.shape[1], DIMS.v_head_dim)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        if problem.total_q:
+            workspace = chosen.make_workspace(problem, q.device)
+            whole = cache.as_tokens() if table.kind == "contiguous" else cache
+            args = DecodeArgs(problem, q, whole, table, qo_indptr, scale, out, lse)
+            if launch is None:
+                launch = backends.prepare(chosen, args, workspace)
+            _launch(q.device, launch, args, workspace)
+            if key is not None:
+                if len(_KNOWN) >= _REMEMBERED:
+                    _KNOWN.clear()
+                _KNOWN[key] = _Known(problem, scale, chosen, launch)
+    return out if lse is None else (out, lse)
+
+
+class _Known(NamedTuple):
+    """A call of :func:`mla_decode` that passed every check and ran."""
+
+    problem: DecodeProblem
+    sm_scale: float
+    backend: backends.Backend
+    launch: Callable[[DecodeArgs, object], None] | None
+
+
+#: By the key of :func:`_likeness` and what else such a call depends on.
+_KNOWN: dict[tuple, _Known] = {}
 
 
 # -- the operator as torch.library sees it -------------------------------------------------------------------------------
@@ -180,6 +225,77 @@ def _(q, *args):
 @_mla_decode_out_op.register_fake
 def _(out, q, *args):
     return q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
+
+
+# -- calls that were checked before ------------------------------------------------------------------------------------
+
+#: Kinds of calls that are remembered; beyond it all are forgotten.
+_REMEMBERED = 256
+
+
+class _Step(NamedTuple):
+    """A call that passed every check and ran."""
+
+    problem: DecodeProblem
+    sm_scale: float
+    launch: Callable[[DecodeArgs, object], None]
+    out: torch.Tensor | None  #: the plan's buffer, if the caller gave none
+    lse: torch.Tensor | None
+
+
+def _likeness(
+    q, cache, table, qo_indptr, out, sm_scale, causal, logit_cap, return_lse, check_contents, *others
+) -> tuple | None:
+    """Everything about a call that its checks and its launch depend on, as a key; None if the call must be checked in full.
+
+    Values inside tensors are not part of it, so calls that check them have none; neither have arguments of unusual types, whose
+    value might change behind the key.
+    """
+    if (
+        type(q) not in _PLAIN
+        or type(cache) is not LatentCache
+        or type(table) is not PageTable
+        or type(sm_scale) not in (float, int)
+        or type(logit_cap) not in (float, int)
+        or type(causal) is not bool
+        or type(return_lse) is not bool
+        or not (check_contents is False or (check_contents is None and q.device.type != "cpu"))
+    ):
+        return None
+    key = [
+        sm_scale, causal, logit_cap, return_lse, q.is_neg(), cache.format.name, cache.scale_is_set, table.kind, table.page_size,
+        table.batch, *others,
+    ]  # fmt: skip
+    for t in (
+        q, out, qo_indptr, cache.data, cache.scale, table.page_ids, table.kv_indptr, table.kv_last_page_len, table.cache_seqlens,
+    ):  # fmt: skip
+        if t is None:
+            key.append(None)
+        elif type(t) in _PLAIN:
+            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+            if _HIP:  # Triton compiles other loads for buffers above 2 GiB
+                key.append(t.untyped_storage().nbytes() < 1 << 31)
+        else:
+            return None
+    return tuple(key)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_HIP = torch.version.hip is not None
+
+
+def _overlap(out: torch.Tensor, cache: LatentCache) -> bool:
+    """Whether ``out`` may lie in the cache's memory, which the check of a whole call refuses."""
+    return out.untyped_storage().data_ptr() == cache.data.untyped_storage().data_ptr()
+
+
+def _launch(where: torch.device, launch: Callable[[DecodeArgs, object], None], args: DecodeArgs, workspace: object) -> None:
+    """Run a step with its own device as the current one, which launches go to."""
+    if where.type != "cuda" or where.index == torch.cuda.current_device():
+        launch(args, workspace)
+    else:
+        with torch.cuda.device(where):
+            launch(args, workspace)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -291,13 +407,13 @@ class DecodePlan:
         self._out = torch.empty(total_q * num_heads, DIMS.v_head_dim, dtype=q_dtype, device=self.device)
         self._lse = torch.empty(total_q * num_heads, dtype=torch.float32, device=self.device)
         self._able: set[tuple[str, bool, float, bool]] = set()
+        self._steps: dict[tuple, _Step] = {}
         # The scratch serves one call at a time; on a GPU the lock covers the launches, and stream order does the rest.
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"DecodePlan({self.capacity}, backend={self.backend.name!r}, device={str(self.device)!r})"
 
-    @torch.no_grad()
     def run(
         self,
         q: torch.Tensor,
@@ -320,11 +436,41 @@ class DecodePlan:
             PlanMismatch: heads, format, page size, dtype or device are not the plan's. CapacityExceeded: the call is larger
                 than the plan. Otherwise as :func:`mla_decode`.
         """
-        args = self._args(q, cache, table, sm_scale=sm_scale, qo_indptr=qo_indptr, causal=causal, logit_cap=logit_cap,
-                          out=out, return_lse=return_lse, check_contents=check_contents)  # fmt: skip
+        key = _likeness(q, cache, table, qo_indptr, out, sm_scale, causal, logit_cap, return_lse, check_contents)
+        step = self._steps.get(key) if key is not None else None
+        if step is None or (out is not None and _overlap(out, cache)):
+            return self._checked_run(key, q, cache, table, sm_scale=sm_scale, qo_indptr=qo_indptr, causal=causal,
+                                     logit_cap=logit_cap, out=out, return_lse=return_lse, check_contents=check_contents)  # fmt: skip
+        # detach() makes a view of its own, so that what the caller does to its shape stays with the caller.
+        if out is None:
+            assert step.out is not None
+            out = step.out.detach()
+        lse = None if step.lse is None else step.lse.detach()
+        if table.kind == "contiguous":
+            cache = cache.as_tokens()
+        with self._lock:
+            _launch(
+                self.device,
+                step.launch,
+                DecodeArgs(step.problem, q, cache, table, qo_indptr, step.sm_scale, out, lse),
+                self._workspace,
+            )
+        return out if lse is None else (out, lse)
+
+    @torch.no_grad()
+    def _checked_run(self, key, q, cache, table, **options) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """A call checked in full and, once it has run, remembered under ``key``."""
+        args = self._args(q, cache, table, **options)
         if args.problem.total_q:
             with self._lock:
-                self.backend.run(args, self._workspace)
+                launch = backends.prepare(self.backend, args, self._workspace)
+                _launch(self.device, launch, args, self._workspace)
+                if key is not None:
+                    if len(self._steps) >= _REMEMBERED:
+                        self._steps.clear()
+                    own = None if options["out"] is not None else args.out.detach()
+                    lse = None if args.lse is None else args.lse.detach()
+                    self._steps[key] = _Step(args.problem, args.sm_scale, launch, own, lse)
         return args.out if args.lse is None else (args.out, args.lse)
 
     @torch.no_grad()
@@ -361,7 +507,7 @@ class DecodePlan:
 
         def step() -> None:
             if args.problem.total_q:
-                self.backend.run(args, self._workspace)
+                _launch(self.device, self.backend.run, args, self._workspace)
 
         if self.device.type != "cuda":
 

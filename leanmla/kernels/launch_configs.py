@@ -6,6 +6,7 @@ offline tests (tests/triton) assert: no spills, within the architecture's limit.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ..device import DeviceInfo
@@ -51,6 +52,7 @@ def _rows(rows: int, largest: int) -> int:
     raise AssertionError(rows)
 
 
+@functools.lru_cache(maxsize=1024)
 def decode_config(problem: DecodeProblem, device: DeviceInfo) -> TritonConfig:
     """Block sizes for a problem on a device: the first of :func:`candidates`."""
     return candidates(problem, device)[0]

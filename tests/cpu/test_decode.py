@@ -61,6 +61,68 @@ def test_a_plan_refuses_what_it_was_not_built_for_and_keeps_working(case, kind, 
     assert compare(good, out, lse).ok
 
 
+def test_a_remembered_call_sees_new_contents_and_new_tensors():
+    p = plan()
+    for lens in ((100, 0, 300), (300, 100, 0), (100, 0, 300)):  # as many pages each time
+        i = make_inputs(DecodeCase(lens))
+        for decode in (p.run, mla_decode):
+            out, lse = decode(i.q, i.cache, i.table, return_lse=True, check_contents=False, **i.options)
+            assert compare(i, out, lse).ok
+        i.q.mul_(0.5)
+        out, lse = p.run(i.q, i.cache, i.table, return_lse=True, check_contents=False, **i.options)
+        assert compare(i, out, lse).ok
+    assert len(p._steps) == 1
+    # What a caller does to the shape of a result stays with the caller.
+    p.run(i.q, i.cache, i.table, check_contents=False, **i.options).transpose_(0, 1)
+    assert p.run(i.q, i.cache, i.table, check_contents=False, **i.options).shape == (3, 16, 512)
+
+
+def test_a_remembered_call_is_refused_once_anything_about_it_is_wrong():
+    p, i = plan(), make_inputs(DecodeCase((100, 64, 300)))
+    good = {"q": i.q, "cache": i.cache, "table": i.table, "sm_scale": 1.0, "check_contents": False}
+    wide = torch.zeros(3, 16, 1152, dtype=torch.bfloat16)
+    scale_less = LatentCache.allocate(i.cache.num_pages, 64, format="fp8")
+    own = i.cache.data.view(-1)[: 3 * 16 * 512].view(3, 16, 512)
+    bad = [
+        ({"q": wide[..., ::2]}, "last dim must be contiguous"),
+        ({"q": i.q[..., :512]}, "last dim must be"),
+        ({"q": i.q.repeat(2, 1, 1)[:5]}, "do not divide"),
+        ({"cache": scale_less}, "scale"),
+        ({"cache": i.cache.data}, "expected a LatentCache"),
+        ({"table": i.table.page_ids}, "expected a PageTable"),
+        ({"sm_scale": True}, "sm_scale"),
+        ({"sm_scale": math.nan}, "sm_scale"),
+        ({"causal": "yes"}, "causal"),
+        ({"logit_cap": -1.0}, "logit_cap"),
+        ({"qo_indptr": torch.tensor([0, 1, 2, 3])}, "int32"),
+        ({"out": own}, "lies in the cache's memory"),
+        ({"out": torch.empty(3, 16, 512)}, "out: expected q's dtype"),
+    ]
+    out = torch.empty(3, 16, 512, dtype=torch.bfloat16)
+    for decode in (p.run, mla_decode):
+        for _ in range(2):
+            decode(**good)
+            decode(**good, out=out)
+        for change, text in bad:
+            with pytest.raises(InvalidArgument, match=text):
+                decode(**{**good, **change})
+        with pytest.raises(InvalidArgument, match="cache_seqlens"):
+            i.table.cache_seqlens[0] += 10**6
+            decode(**{**good, "check_contents": True})
+        i.table.cache_seqlens[0] -= 10**6
+        # Tensors that change shape in place are seen too.
+        wrong = i.q.clone()
+        decode(**{**good, "q": wrong})
+        wrong.resize_(5, 16, 576)
+        with pytest.raises(InvalidArgument, match="do not divide"):
+            decode(**{**good, "q": wrong})
+    with pytest.raises(PlanMismatch, match="q_dtype"):
+        p.run(**{**good, "q": i.q.half()})
+    mla_decode(**good, num_kv_splits=1)
+    with pytest.raises(InvalidArgument, match="num_kv_splits"):
+        mla_decode(**good, num_kv_splits=True)
+
+
 def test_plan_construction_is_checked():
     with pytest.raises(InvalidArgument, match="max_batch: expected a positive integer, got 0"):
         plan(max_batch=0)

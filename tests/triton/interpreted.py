@@ -76,7 +76,8 @@ def decode(
     rows = rows or next((r for r in (16, 32) if r >= total), 64)
     config = TritonConfig(rows, -(-total // rows), block_kv, 4, 1, 1, swapped, "", raw)
     if problem.total_q:
-        backend.launch(args, workspace(problem, config), config, DEVICE)
+        scratch = workspace(problem, config)
+        backend.Launches(args, scratch, config, DEVICE)(args, scratch)
     return inputs.out, lse
 
 

@@ -15,10 +15,12 @@ from ...formats import no_kernel
 from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
 from ...split_plan import CHUNK_CANDIDATES
 from ..launch_configs import TritonConfig, combine_config, decode_config
+from .relaunch import Relaunch
 
 __all__ = [
     "BACKEND",
     "INLINE_BATCH",
+    "Launches",
     "TritonBackend",
     "Workspace",
     "combine_constants",
@@ -273,73 +275,100 @@ class TritonBackend:
     def run(self, args: DecodeArgs, workspace: object) -> None:
         """Launch plan (large batches), decode and, unless there is one split, combine."""
         assert isinstance(workspace, Workspace)
-        problem = args.problem
-        if problem.batch == 0 or problem.total_q == 0:
-            return
-        launch(args, workspace, decode_config(problem, describe(args.q.device)), describe(args.q.device))
+        if args.problem.batch and args.problem.total_q:
+            self.prepare(args, workspace)(args, workspace)
+
+    def prepare(self, args: DecodeArgs, workspace: object) -> Launches:
+        """See :meth:`leanmla.backends.Backend.prepare`."""
+        assert isinstance(workspace, Workspace)
+        info = describe(args.q.device)
+        return Launches(args, workspace, decode_config(args.problem, info), info)
 
 
-def launch(args: DecodeArgs, ws: Workspace, config: TritonConfig, device: DeviceInfo) -> None:
-    """Launch the kernels for a checked call with given block sizes."""
-    from .combine import combine_kernel
-    from .decode import decode_kernel
-    from .plan import plan_kernel
+class Launches:
+    """The kernels of a checked call with given block sizes; calling it runs a call like it.
 
-    problem, table, cache = args.problem, args.table, args.cache
-    num_workers = config.num_workers(device)
-    items = max_items(problem, config.block_kv, num_workers)
-    tiles = items * config.row_tiles * config.rows
-    if problem.num_kv_splits != 1 and (tiles > ws.partial_lse.numel() or problem.batch > ws.splits.numel()):
-        raise CapacityExceeded(
-            f"workspace: made for {ws.capacity}, this call ({problem}) needs room for {tiles} partial rows, it has "
-            f"{ws.partial_lse.numel()}. Make a plan with a larger capacity."
+    Calls are alike if their problems are equal and their tensors agree in shape, strides, dtype, device and whether they begin at a
+    multiple of 16 bytes. Workspaces may differ if they were made for one problem.
+
+    Raises:
+        InvalidArgument: rows of the cache are not aligned. CapacityExceeded: the workspace is too small.
+    """
+
+    def __init__(self, args: DecodeArgs, ws: Workspace, config: TritonConfig, device: DeviceInfo) -> None:
+        from .combine import combine_kernel
+        from .decode import decode_kernel
+        from .plan import plan_kernel
+
+        problem, table, cache = args.problem, args.table, args.cache
+        num_workers = config.num_workers(device)
+        items = max_items(problem, config.block_kv, num_workers)
+        tiles = items * config.row_tiles * config.rows
+        if problem.num_kv_splits != 1 and (tiles > ws.partial_lse.numel() or problem.batch > ws.splits.numel()):
+            raise CapacityExceeded(
+                f"workspace: made for {ws.capacity}, this call ({problem}) needs room for {tiles} partial rows, it has "
+                f"{ws.partial_lse.numel()}. Make a plan with a larger capacity."
+            )
+        stride_page, stride_token, aligned = _strides("cache", cache.data, 2 if problem.format == "bf16" else 4)
+        scale = cache.scale
+        scale_page, scale_token = (scale.stride(0), scale.stride(1)) if scale is not None and scale.ndim == 3 else (0, 0)
+        elements = (8 if problem.format == "bf16" else 4) if aligned else 1
+        constants = decode_constants(
+            problem, config, device, aligned=aligned, stride_token=stride_token * elements, stride_scale=scale_token
         )
-    stride_page, stride_token, aligned = _strides("cache", cache.data, 2 if problem.format == "bf16" else 4)
-    scale = cache.scale
-    scale_page, scale_token = (scale.stride(0), scale.stride(1)) if scale is not None and scale.ndim == 3 else (0, 0)
-    elements = (8 if problem.format == "bf16" else 4) if aligned else 1
-    constants = decode_constants(
-        problem, config, device, aligned=aligned, stride_token=stride_token * elements, stride_scale=scale_token
-    )
-    nothing = ws.num_items  # stands where a table kind has no such tensor
-    plan = constants["PLAN"]
-    options = compile_options(device)
-    table_pointers = (
-        table.kv_indptr if table.kv_indptr is not None else nothing,
-        table.kv_last_page_len if table.kv_last_page_len is not None else nothing,
-        table.cache_seqlens if table.cache_seqlens is not None else nothing,
-    )
-    split_size = problem.split_size or 1
-    q_len = problem.total_q // problem.batch
-    lse = args.lse if args.lse is not None else nothing
-    stride_lse = args.lse.stride(0) if args.lse is not None else 0
-    if plan == "table":
-        plan_kernel[(1,)](
-            ws.splits, ws.first, ws.items, ws.num_items, *table_pointers, ws.factors, problem.batch, num_workers, split_size,
-            **plan_constants(problem, config, device), num_warps=8,
+        split_size, num_splits = problem.split_size or 1, problem.num_kv_splits or 1
+        q_len = problem.total_q // problem.batch
+        stride_lse = args.lse.stride(0) if args.lse is not None else 0
+        self._plan = self._combine = None
+        if constants["PLAN"] == "table":
+            self._plan = Relaunch(
+                plan_kernel,
+                (1,),
+                (problem.batch, num_workers, split_size),
+                plan_constants(problem, config, device),
+                num_warps=8,
+            )
+        self._decode = Relaunch(
+            decode_kernel,
+            (items * config.row_tiles,),
+            (
+                problem.batch, num_workers, num_splits, split_size, q_len, args.sm_scale, problem.logit_cap,
+                args.q.stride(0), args.q.stride(1), args.out.stride(0), args.out.stride(1), stride_lse, stride_page, scale_page,
+                table.page_ids.stride(0) if table.kind == "block_table" and table.page_ids is not None else 0,
+            ),
+            constants,
+            num_warps=config.num_warps, num_stages=1, **compile_options(device), **({"launch_pdl": True} if constants["PDL"] else {}),
         )  # fmt: skip
-    decode_kernel[(items * config.row_tiles,)](
-        args.out, lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first, ws.items, ws.num_items, ws.factors,
-        args.q, cache.data, scale if scale is not None else nothing,
-        table.page_ids if table.page_ids is not None else nothing, *table_pointers,
-        args.qo_indptr if args.qo_indptr is not None else nothing,
-        problem.batch, num_workers, problem.num_kv_splits or 1, split_size, q_len, args.sm_scale, problem.logit_cap,
-        args.q.stride(0), args.q.stride(1), args.out.stride(0), args.out.stride(1), stride_lse,
-        stride_page, scale_page,
-        table.page_ids.stride(0) if table.kind == "block_table" and table.page_ids is not None else 0,
-        **constants, num_warps=config.num_warps, num_stages=1, **options, **({"launch_pdl": True} if constants["PDL"] else {}),
-    )  # fmt: skip
-    if problem.num_kv_splits == 1:
-        return
-    merge = combine_config(problem, device)
-    row_groups = -(-problem.num_heads * problem.max_q_len // merge.rows)
-    combine_kernel[(problem.batch * row_groups * (DIMS.v_head_dim // merge.cols),)](
-        args.out, lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first,
-        args.qo_indptr if args.qo_indptr is not None else nothing,
-        problem.batch, problem.num_kv_splits or 1, q_len, args.out.stride(0), args.out.stride(1), stride_lse, row_groups,
-        **combine_constants(problem, config, device), num_warps=merge.num_warps,
-        **({"launch_pdl": True} if _overlaps(device) else {}),
-    )  # fmt: skip
+        if problem.num_kv_splits != 1:
+            merge = combine_config(problem, device)
+            row_groups = -(-problem.num_heads * problem.max_q_len // merge.rows)
+            self._combine = Relaunch(
+                combine_kernel,
+                (problem.batch * row_groups * (DIMS.v_head_dim // merge.cols),),
+                (problem.batch, num_splits, q_len, args.out.stride(0), args.out.stride(1), stride_lse, row_groups),
+                combine_constants(problem, config, device),
+                num_warps=merge.num_warps, **({"launch_pdl": True} if _overlaps(device) else {}),
+            )  # fmt: skip
+
+    def __call__(self, args: DecodeArgs, workspace: object) -> None:
+        """Launch plan (large batches), decode and, unless there is one split, combine."""
+        ws: Workspace = workspace  # type: ignore[assignment]
+        table, cache = args.table, args.cache
+        tensors = (
+            args.out, args.lse, ws.partial_out, ws.partial_lse, ws.splits, ws.first, ws.items, ws.num_items, ws.factors,
+            args.q, cache.data, cache.scale, table.page_ids, table.kv_indptr, table.kv_last_page_len, table.cache_seqlens, args.qo_indptr,
+        )  # fmt: skip
+        nothing = ws.num_items  # stands where a call has no such tensor
+        launches = (self._plan, self._decode, self._combine)
+        values: list = [nothing if t is None else t for t in tensors]
+        if all(launch is None or launch.takes_addresses for launch in launches):
+            values = [t.data_ptr() for t in values]
+        out, lse, part_out, part_lse, splits, first, items, num_items, factors, *_, indptr, last, lens, qo = values
+        if self._plan is not None:
+            self._plan(splits, first, items, num_items, indptr, last, lens, factors)
+        self._decode(*values)
+        if self._combine is not None:
+            self._combine(out, lse, part_out, part_lse, splits, first, qo)
 
 
 _FACTORS: dict[torch.device, torch.Tensor] = {}

@@ -21,7 +21,7 @@ from ...page_table import PageTable
 from ...problem import DIMS, DecodeArgs
 from ...reference import mla_decode_reference
 from ..launch_configs import TritonConfig, candidates
-from .backend import BACKEND, FORMATS, launch
+from .backend import BACKEND, FORMATS, Launches
 
 #: (batch, keys a sequence)
 SHAPES = ((4, 1024), (32, 1024), (64, 8192), (256, 8192))
@@ -97,7 +97,8 @@ def main() -> None:
             calls = [_call(fmt, batch, kv, options.heads, options.page_size) for _ in range(copies)]
             for config in candidates(calls[0].problem, device):
                 workspace = BACKEND.make_workspace(calls[0].problem, torch.device("cuda"), config)
-                runs = [lambda a=a, w=workspace, c=config: launch(a, w, c, device) for a in calls]
+                step = Launches(calls[0], workspace, config, device)
+                runs = [lambda a=a, w=workspace, s=step: s(a, w) for a in calls]
                 runs[0]()
                 error = _error(calls[0])
                 time = _microseconds(runs) if error < 3e-3 else math.nan
