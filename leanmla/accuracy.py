@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "Variant",
     "measure_accuracy",
     "recommend",
+    "same_values",
     "variants_named",
 ]
 
@@ -81,6 +82,19 @@ def variants_named(names: Sequence[str] | None = None) -> list[Variant]:
             )
         found += [Variant(fmt, r) for r in ([rule] if rule else rules)]
     return list(dict.fromkeys(found))
+
+
+def same_values(labels: Iterable[str]) -> list[tuple[str, Variant]]:
+    """Layouts that hold the values of a format among ``labels`` and are not there themselves: the label of the one, the other
+    once for each rule. Their errors are those of the former, at another size."""
+    found, there = [], list(labels)
+    for label in there:
+        name, _, rule = label.partition(" ")
+        for original, twin in CONVERTIBLE:
+            variant = Variant(twin, rule)
+            if name == original and variant.label not in there:
+                found.append((label, variant))
+    return found
 
 
 # -- distributions ---------------------------------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ def read_json(path: Path) -> dict:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{path}: cannot be read as a result file ({error}).") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument(f"{path}: cannot be read as a result file ({why}).") from None
     if not isinstance(document, dict) or not str(document.get("schema", "")).startswith("leanmla-"):
         raise InvalidArgument(f"{path}: is not a result file of leanmla. Pass one that --json wrote.")
     return document

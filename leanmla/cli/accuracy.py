@@ -85,9 +85,9 @@ def main(args: argparse.Namespace, out: Output) -> int:
 
 
 def _print(out: Output, results, names: list[str], seconds: float) -> None:
-    from ..accuracy import DISTRIBUTIONS, NUM_ROWS
+    from ..accuracy import DISTRIBUTIONS, NUM_ROWS, same_values
 
-    table = new_table("What a cache format costs in accuracy", "latents", ">keys", "cache", ">bytes a token", ">error of out", ">worst head",
+    table = new_table("What a cache format costs in accuracy", "latents", ">keys", "cache", ">B/token", ">error of out", ">worst head",
                       ">error of lse", ">clipped")  # fmt: skip
     last = None
     for r in results:
@@ -104,6 +104,10 @@ def _print(out: Output, results, names: list[str], seconds: float) -> None:
         "unrounded ones;",
         "worst head: the same, of the head where it is largest; error of lse: the largest difference; kernels add about 2e-3.",
     )
+    for twin in dict.fromkeys(
+        (t.format, t.bytes_per_token, label.split()[0]) for label, t in same_values(r.variant.label for r in results)
+    ):
+        out.print("{}: {} bytes a token, the values of {} and so its errors.".format(*twin))
     for name in names:
         out.print(f"{name}: {DISTRIBUTIONS[name].words}.")
     out.print(f"Took {seconds:.0f} s.")

@@ -91,7 +91,7 @@ def _plot_folder(name: str | None) -> Iterator[Path | None]:
         PlottingUnavailable, InvalidArgument: before any work, where no picture could be drawn.
     """
     from ..errors import InvalidArgument
-    from ..plots.files import require_matplotlib
+    from ..plots.files import check_folder, require_matplotlib
 
     if name is None:
         yield None
@@ -104,6 +104,7 @@ def _plot_folder(name: str | None) -> Iterator[Path | None]:
     except OSError as error:
         raise InvalidArgument(f"--plot: expected a folder, {folder} cannot be made ({error.strerror}).") from None
     try:
+        check_folder(folder, "--plot")
         yield folder
     finally:
         with contextlib.suppress(OSError):  # the first that holds something ends it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..accuracy import same_values
 from .runs import short_count
 from .style import CEILING, Look, draw, figure_title, look_of_format, plain_ticks
 
@@ -25,6 +26,8 @@ def accuracy_figure(results: Sequence[dict], *, budget: float | None = None) -> 
     labels = list(dict.fromkeys(r["label"] for r in results))
     lengths = sorted({r["kv_len"] for r in results})
     sizes = sorted({r["bytes_per_token"] for r in results})
+    from matplotlib.lines import Line2D
+
     with draw(max(8.4, 1.4 + 3.0 * len(names)), 4.6, "accuracy of formats") as figure:
         grid = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
         for axes, name in zip(grid, names):
@@ -52,6 +55,10 @@ def accuracy_figure(results: Sequence[dict], *, budget: float | None = None) -> 
             axes.set_xlabel("bytes a token")
         grid[0].set_ylabel("relative error of the output")
         handles, words = grid[0].get_legend_handles_labels()
+        for label, twin in same_values(labels):  # not drawn: the same error at another size
+            if twin.mx_scale_rule in ("", "even"):
+                handles.append(Line2D([], [], linestyle="none"))
+                words.append(f"{twin.format}: as {label.split()[0]}, at {twin.bytes_per_token}")
         figure.legend(handles, words, loc="outside lower center", ncols=len(words))
         spans = " to ".join(dict.fromkeys(short_count(n) for n in (lengths[0], lengths[-1])))
         figure_title(figure, _finding(results, budget), f"exact attention on the stored values against the unrounded ones; kv {spans}, left to "

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SUFFIXES",
     "PlottingUnavailable",
+    "check_folder",
     "check_target",
     "render",
     "require_matplotlib",
@@ -68,8 +69,22 @@ def check_target(path: Path, option: str, suffixes: tuple[str, ...] = SUFFIXES) 
         raise InvalidArgument(f"{option}: expected a file, {path} is a folder. Name a file in it.")
     if not path.parent.is_dir():
         raise InvalidArgument(f"{option}: the folder {path.parent} does not exist. Create it first.")
-    if not os.access(path.parent, os.W_OK):
-        raise InvalidArgument(f"{option}: the folder {path.parent} cannot be written to. Choose another.")
+    check_folder(path.parent, option)
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Refuse a folder that takes no files. Permissions do not tell (a root user has all, /proc takes no files), so one is made
+    and removed.
+
+    Raises:
+        InvalidArgument: says what is in the way.
+    """
+    try:
+        tempfile.NamedTemporaryFile(prefix=".leanmla.", suffix=".tmp", dir=folder).close()
+    except OSError as error:
+        raise InvalidArgument(
+            f"{option}: the folder {folder} cannot be written to ({error.strerror}). Choose another."
+        ) from None
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -12,7 +12,7 @@ from ..bench.results import geomean, read_json
 from ..errors import InvalidArgument
 from ..formats import FORMATS
 
-__all__ = ["Row", "Run", "SCHEMAS", "digits", "load_run", "short_count"]
+__all__ = ["Row", "Run", "SCHEMAS", "check_version", "digits", "load_run", "short_count"]
 
 #: Kinds of document with timed rows.
 SCHEMAS = ("leanmla-bench/", "leanmla-run/")
@@ -145,6 +145,24 @@ def _row(r: dict[str, Any]) -> Row:
     )  # fmt: skip
 
 
+def check_version(document: dict[str, Any], label: str) -> None:
+    """Refuse a document of another version, or without what every result has: an environment with a device, and results.
+
+    Raises:
+        InvalidArgument: says which.
+    """
+    kind, _, version = str(document.get("schema", "")).partition("/")
+    if version != "1":
+        raise InvalidArgument(
+            f"{label}: was written in version {version or 'none'} of {kind}, this reads version 1. Measure again."
+        )
+    device = (document.get("environment") or {}).get("device") or {}
+    missing = [f"environment.device.{key}" for key in ("name", "kind") if key not in device]
+    missing += [] if isinstance(document.get("results"), list) else ["results"]
+    if missing:
+        raise InvalidArgument(f"{label}: is not a whole result of leanmla, it has no {' and no '.join(missing)}.")
+
+
 def run_of(document: dict[str, Any], label: str) -> Run:
     """A document's rows.
 
@@ -154,6 +172,7 @@ def run_of(document: dict[str, Any], label: str) -> Run:
     schema = str(document.get("schema", ""))
     if not schema.startswith(SCHEMAS):
         raise InvalidArgument(f"{label}: expected a result of leanmla bench or run, got one of {schema!r}.")
+    check_version(document, label)
     unknown = {r.get("format") for r in document.get("results", ()) if isinstance(r, dict)} - {*FORMATS, None}
     if unknown:
         names = ", ".join(sorted(map(repr, unknown)))

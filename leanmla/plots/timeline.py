@@ -21,6 +21,8 @@ __all__ = ["plot_timeline", "timeline_figure"]
 LEGEND_SEQUENCES = 10
 #: Rows lower than this, in points, are drawn without gaps.
 DENSE_ROW_POINTS = 5.0
+#: Height from which items carry their names.
+NAMED_ROW_POINTS = 9.0
 IDLE = "#d9dde5"
 #: The part of the colour map that is used.
 _DARKEST, _LIGHTEST = 0.05, 0.95
@@ -60,7 +62,7 @@ def _figure(plan: SplitPlan, table: Timetable, subject: str) -> Figure:
         _draw_rows(top, table, row_points)
         _draw_busy(bottom, table)
         bottom.set_xlabel(f"time in blocks of {f.block_keys} keys")
-        _draw_key(figure, top, plan)
+        _draw_key(figure, top, plan, named=row_points > NAMED_ROW_POINTS)
         figure_title(
             figure, _finding(f), subject or f"{f.num_sequences} sequences on {f.num_workers} workers, {plan.mode} splits"
         )
@@ -115,7 +117,7 @@ def _draw_rows(axes: Axes, table: Timetable, row_points: float) -> None:
         axes.plot([b.end for b in merges], [b.worker for b in merges], linestyle="none", marker="D", markersize=size,
                   markerfacecolor="white", markeredgecolor=CEILING, markeredgewidth=0.9 if size > 3 else 0.6, clip_on=False,
                   zorder=5)  # fmt: skip
-    if row_points > 9:
+    if row_points > NAMED_ROW_POINTS:
         _name_items(axes, table, colours)
     axes.set_xlim(0, max(f.makespan, 1))
     axes.set_ylim(rows - 0.5, -0.5)
@@ -161,7 +163,7 @@ def _draw_busy(axes: Axes, table: Timetable) -> None:
     axes.grid(True, axis="x", color=GRID)
 
 
-def _draw_key(figure: Figure, axes: Axes, plan: SplitPlan) -> None:
+def _draw_key(figure: Figure, axes: Axes, plan: SplitPlan, *, named: bool) -> None:
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
@@ -184,7 +186,7 @@ def _draw_key(figure: Figure, axes: Axes, plan: SplitPlan) -> None:
     if count <= LEGEND_SEQUENCES:
         axes.legend(
             handles=handles,
-            title="sequence; 2.1 on a bar is\nitem 1 of sequence 2",
+            title="sequence; 2.1 on a bar is\nitem 1 of sequence 2" if named else "sequence",
             loc="upper left",
             bbox_to_anchor=(1.015, 1.0),
             alignment="left",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..accuracy import AccuracyResult
 from ..bench.results import read_json
 from ..errors import InvalidArgument
 from ..plots.files import PlottingUnavailable, render, require_matplotlib
-from ..plots.runs import SCHEMAS, Row, Run, best_peer, digits, run_of
+from ..plots.runs import SCHEMAS, Row, Run, best_peer, check_version, digits, run_of
 from .compare import Comparison, compare_runs
 from .html import Cell, document, heading, paragraph, picture, preformatted, table
 
@@ -53,7 +55,7 @@ def make_report(paths: Sequence[Path], *, title: str = "LeanMLA results") -> Rep
         if schema.startswith(SCHEMAS):
             runs.append(run_of(found, label))
         elif schema.startswith("leanmla-accuracy/"):
-            accuracies.append((label, found))
+            accuracies.append((label, _checked_accuracy(found, label)))
         else:
             raise InvalidArgument(f"{path}: expected a result of leanmla bench, run or accuracy, got one of {schema!r}.")
     pictures = _Pictures()
@@ -65,6 +67,22 @@ def make_report(paths: Sequence[Path], *, title: str = "LeanMLA results") -> Rep
     if pictures.missing:
         body.insert(1, paragraph(f"Without pictures: {pictures.missing}", "callout"))
     return Report(document(title, "".join(body)), comparisons, pictures.missing, pictures.count)
+
+
+def _checked_accuracy(found: dict, label: str) -> dict:
+    """The document, if it is a whole one.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    check_version(found, label)
+    wanted = {"bytes_per_token", "label", *(f.name for f in dataclasses.fields(AccuracyResult))} - {"variant"}
+    for r in found["results"]:
+        if not isinstance(r, dict) or not wanted <= set(r):
+            raise InvalidArgument(f"{label}: is not a whole result of leanmla accuracy.")
+    if not found["results"]:
+        raise InvalidArgument(f"{label}: has no results.")
+    return found
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -138,13 +156,27 @@ def _summary(runs: list[Run], accuracies: list[tuple[str, dict]]) -> str:
         state = "complete" if run.document.get("complete", True) else Cell("not complete", "bad")
         if any(r.status in ("wrong", "failed") and not r.peer for r in run.rows):
             state = Cell("a kernel is wrong", "bad")
-        rows.append([run.label, run.device["name"], str(run.document.get("started", "—")), run.document["environment"].get("commit") or "—",
+        rows.append([run.label, run.device["name"], _when(run.document.get("started")), run.document["environment"].get("commit") or "—",
                      str(cases), best, state])  # fmt: skip
     for label, found in accuracies:
         choice = found.get("recommendation")
         words = f"{choice['label']} within {choice['budget']:g}" if choice else "—"
         rows.append([label, "accuracy of formats", "—", found["environment"].get("commit") or "—", "—", words, "complete"])
     return table(["run", "device", "started (UTC)", "commit", ">cases", "best mean of the contest's grid", "state"], rows)
+
+
+def _when(started: str | None) -> str:
+    """ "2026-11-30 14:03" from an ISO time in UTC."""
+    return started[:16].replace("T", " ") if started else "—"
+
+
+def _grouped(keys: Iterable[str]) -> str:
+    """ "hopper fp8 (4 x 64, 8 x 64); ..." from "4 x 64, hopper fp8" and so on."""
+    cases: dict[str, list[str]] = {}
+    for key in keys:
+        case, _, by = key.rpartition(", ")
+        cases.setdefault(by, []).append(case)
+    return "; ".join(f"{by} ({', '.join(mine)})" for by, mine in cases.items())
 
 
 def _run(run: Run, pictures: _Pictures) -> str:
@@ -278,7 +310,7 @@ def _comparison(c: Comparison, before: Run, pictures: _Pictures) -> str:
         ]
     for label, keys in ((c.before, c.only_before), (c.after, c.only_after)):
         if keys:
-            parts.append(paragraph(f"Only in {label}: {'; '.join(keys)}.", "muted"))
+            parts.append(paragraph(f"Only in {label}: {_grouped(keys)}.", "muted"))
     if c.environment:
         parts += [heading(3, "What differs besides the times"), table(["fact", c.before, c.after], c.environment)]
     return "".join(parts)

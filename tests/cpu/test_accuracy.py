@@ -23,6 +23,7 @@ from leanmla.accuracy import (
     _chunks,
     measure_accuracy,
     recommend,
+    same_values,
     variants_named,
 )
 from leanmla.cli import main
@@ -232,3 +233,17 @@ def test_ctrl_c_leaves_no_file(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("leanmla.accuracy._measure_one", interrupted)
     assert main(["accuracy", "--kv", "32", "--json", str(tmp_path / "a.json")]) == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_a_layout_of_the_same_values_is_named_and_not_measured_twice(capsys):
+    assert [(label, v.label) for label, v in same_values(["fp8", "mxfp4 floor"])] == [("mxfp4 floor", "mxfp4_row320 floor")]
+    assert same_values(["mxfp4 even", "mxfp4_row320 even", "bf16"]) == []
+    assert main(["accuracy", "--kv", "32", "--heads", "2", "--distributions", "normal"]) == 0
+    assert capsys.readouterr().out.count("mxfp4_row320: 320 bytes a token, the values of mxfp4 and so its errors.") == 1
+    pytest.importorskip("matplotlib")
+    from leanmla.plots.accuracy_plot import accuracy_figure
+
+    for formats, want in ((["mxfp4"], ["mxfp4_row320: as mxfp4, at 320"]), (["mxfp4", "mxfp4_row320"], [])):
+        found = [r.document() for r in measure_accuracy(["normal"], [32], formats=formats, num_heads=2)]
+        words = [t.get_text() for t in accuracy_figure(found).legends[0].get_texts()]
+        assert [w for w in words if " as " in w] == want

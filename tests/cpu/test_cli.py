@@ -159,6 +159,7 @@ def test_explain_needs_no_such_device(capsys, tmp_path, device):
     assert_fits(out)
     assert document["device"]["arch"] == KNOWN[device].info.arch and not document["device_is_real"]
     assert "CHOSEN" in out and "balance" in out
+    assert (ROOT / re.search(r"^kernel +(\S+)$", out, re.MULTILINE)[1]).exists()
     assert ("floor_us" in document["cost"]) and (document["cost"]["floor_us"] is None) == (KNOWN[device].tb_s is None)
 
 

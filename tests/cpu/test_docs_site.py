@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -106,3 +107,47 @@ def test_every_setting_and_backend_is_explained():
     )
     assert [name for name in settings.VARIABLES if f"`{name}`" not in conventions] == []
     assert [name for name in backends.NAMES if f"| `{name}` |" not in choosing] == []
+
+
+def _slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    words = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+def test_anchors_lead_to_headings_also_outside_the_site():
+    pages = [*ROOT.glob("*.md"), *PAGES, *(ROOT / "leanmla").rglob("*.md")]
+    anchors = {p: {_slug(h) for h in re.findall(r"^#+ (.+)$", p.read_text(), re.MULTILINE)} for p in pages}
+    for page in pages:
+        for target, anchor in re.findall(r"\]\(([^)#:]*\.md|)#([^)]+)\)", page.read_text()):
+            found = anchors.get((page.parent / target).resolve() if target else page, set())
+            assert anchor in found, f"{page.name}: {target}#{anchor}"
+
+
+#: Columns of README's table of times that come from a committed result, and which; figures of the others have no result file.
+RESULT_OF = {
+    "hopper bf16": "h200_contest_first",
+    "hopper fp8": "h200_contest_first",
+    "triton bf16": "h200_triton_contest",
+    "triton fp8": "h200_triton_contest",
+}
+
+
+def test_times_in_the_readme_are_those_of_the_committed_results():
+    section = (ROOT / "README.md").read_text().split("\n## Measured\n")[1].split("\n## ")[0]
+    rows = [
+        [c.replace("`", "").strip() for c in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    ]
+    head, body = rows[0], [r for r in rows[2:] if len(r) == len(rows[0])]
+    assert set(RESULT_OF) <= set(head) and len(body) == 8
+    for name in set(RESULT_OF.values()):
+        assert f"benchmarks/results/{name}.json)" in section
+    for column, name in RESULT_OF.items():
+        results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+        times = {r["case"]: r["time_us"] for r in results if r["contender"] == column}
+        for row in body:
+            assert row[head.index(column)] == f"{times[row[0].replace('×', 'x')]:.1f}", (row[0], column)
+    for column in set(head[1:]) - set(RESULT_OF):  # said to have none
+        assert column.split()[0] in section.split("development runs")[0]

@@ -139,6 +139,14 @@ def test_timeline_draws_every_item_and_fits(kv_lens, workers):
     assert "idle" in figure.get_suptitle() or "waits" in figure.get_suptitle() or "No keys" in figure.get_suptitle()
 
 
+@needs_matplotlib
+def test_the_key_explains_names_on_bars_only_where_there_are_any():
+    for workers, words in ((12, "sequence; 2.1 on a bar is"), (132, "sequence")):
+        axes = timeline_figure(plan_splits([60000, 700], num_workers=workers)).axes[0]
+        assert axes.get_legend().get_title().get_text().splitlines()[0] == words
+        assert bool(axes.texts) == (workers == 12)
+
+
 # -- benchmarks --------------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +333,16 @@ def test_bad_targets_are_refused_before_any_work(tmp_path):
     (tmp_path / "dir.png").mkdir()
     with pytest.raises(InvalidArgument, match="is a folder"):
         check_target(tmp_path / "dir.png", "--plot")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, a folder that takes no files from anyone")
+def test_a_folder_that_takes_no_files_is_refused_before_any_work(tmp_path, capsys):
+    for argv in (("explain", "--device", "cpu", "--plot", "/proc/a.svg"), ("bench", "--device", "cpu", "--plot", "/proc"),
+                 ("accuracy", "--plot", "/proc/a.svg"), ("report", "none.json", "-o", "/proc/a.html")):  # fmt: skip
+        if HAVE_MATPLOTLIB or argv[0] == "report":
+            assert main(argv) == 2
+            error = capsys.readouterr().err
+            assert "the folder /proc cannot be written to" in error and error.count("\n") == 1
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):

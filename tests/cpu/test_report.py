@@ -130,6 +130,39 @@ def test_what_only_one_run_has_is_named():
     assert any(d.by == "hopper bf16 → triton bf16" for d in found.differences)
 
 
+def test_results_of_other_versions_and_parts_of_results_are_one_sentence(tmp_path, no_matplotlib, capsys):
+    whole = bench_run().document()
+    bare = {k: v for k, v in whole.items() if k != "environment"}
+    environment = {"device": {"name": "x", "kind": "cpu"}}
+    accuracy = {"schema": "leanmla-accuracy/1", "environment": environment}
+    for document, words in (
+        ({**whole, "schema": "leanmla-bench/0"}, "was written in version 0 of leanmla-bench, this reads version 1"),
+        ({**whole, "schema": "leanmla-run/2"}, "was written in version 2 of leanmla-run"),
+        (bare, "it has no environment.device.name"),
+        ({**whole, "results": None}, "it has no results"),
+        ({"schema": "leanmla-accuracy/1", "results": []}, "it has no environment.device.name"),
+        ({**accuracy, "results": []}, "has no results"),
+        ({**accuracy, "results": [{"label": "fp8"}]}, "is not a whole result of leanmla accuracy"),
+    ):
+        write_json(tmp_path / "a.json", document)
+        assert main(["report", str(tmp_path / "a.json"), "-o", str(tmp_path / "r.html")]) == 2, words
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    assert main(["report", str(tmp_path / "none.json"), "-o", str(tmp_path / "r.html")]) == 2
+    assert "none.json: cannot be read as a result file (No such file or directory)" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_page_names_what_only_one_run_has_once_a_contender(tmp_path, no_matplotlib):
+    short = bench_run().document()
+    short["results"] = [r for r in short["results"] if r["contender"] != "auto fp8"]
+    short["started"] = "2026-11-30T14:03:59+00:00"
+    write_json(tmp_path / "b.json", short)
+    page = make_report([write_run(tmp_path / "a.json"), tmp_path / "b.json"]).html
+    assert "Only in a: hopper fp8 (4 x 1024, 4 x 8192, 32 x 1024," in page and page.count("Only in a") == 1
+    assert ">2026-11-30 14:03<" in page and "2026-11-30T14" not in page
+
+
 def test_files_of_the_same_name_get_labels_of_their_own(tmp_path, no_matplotlib):
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()

@@ -99,7 +99,7 @@ class CpuBackend:
         rows = problem.max_q_len * problem.num_heads
         return LaunchConfig(
             backend=self.name,
-            kernel="kernels/cpu/decode.py",
+            kernel="leanmla/kernels/cpu/decode.py",
             block_rows=min(-(-rows // 16) * 16, MAX_ROWS),
             block_kv=TILE,
             num_workers=settings.cpu_threads() or max(1, device.num_sms),
