@@ -10,17 +10,23 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from leanmla.device import DeviceInfo
-from leanmla.kernels.hopper_cuda import compiler
-from leanmla.kernels.hopper_cuda.arguments import Arguments
+from leanmla.device import DeviceInfo, describe
+from leanmla.errors import InvalidArgument
+from leanmla.kernels.hopper_cuda import compiler, launch_configs, tune
+from leanmla.kernels.hopper_cuda.arguments import Arguments, Divisor
 from leanmla.kernels.hopper_cuda.backend import BACKEND
 from leanmla.kernels.hopper_cuda.launch import choose_launch
+from leanmla.kernels.hopper_cuda.launch_configs import ARRANGEMENTS
 from leanmla.problem import DecodeProblem
 
 H200 = DeviceInfo("cuda", "NVIDIA H200", "sm_90", 132, 232448, 141 << 30)
 PROBLEM = DecodeProblem("mxfp4_row320", 16, 64, 64, 1, False, 64, "block_table", 8192, 64 * 8192)
 VARIANTS = [compiler.Variant(q_is_fp16, has_cap) for q_is_fp16 in (False, True) for has_cap in (False, True)]
+OTHERS = [
+    compiler.Variant(True, False, ARRANGEMENTS[name]) for name in ("two_blocks_warp", "three_groups_sums", "two_blocks_sums")
+]
 
 
 def compiler_here() -> str | None:
@@ -43,7 +49,7 @@ def tool(name: str) -> str | None:
 @functools.cache
 def machine_code(variant: compiler.Variant, folder: Path) -> tuple[list[str], str]:
     """(SASS instructions, resource usage) of a variant."""
-    cubin = folder / f"{int(variant.q_is_fp16)}{int(variant.has_cap)}.cubin"
+    cubin = folder / f"{variant.arrangement.name}{int(variant.q_is_fp16)}{int(variant.has_cap)}.cubin"
     if compiler_here() == "nvrtc":
         cubin.write_bytes(compiler.compile_cubin(variant))
     else:
@@ -68,16 +74,29 @@ def count(instructions: list[str], name: str) -> int:
     return sum(bool(re.match(rf"(@!?U?P\w+ )?{name}\b", text.strip())) for text in instructions)
 
 
+def product_loops(instructions: list[str]) -> list[list[str]]:
+    """The instructions from the first to the last product of each kind: the bodies of the two loops over tiles."""
+    found = []
+    for name in ("QGMMA", "HGMMA", "HMMA"):
+        at = [i for i, text in enumerate(instructions) if re.match(rf"(@!?U?P\w+ )?{name}\b", text.strip())]
+        if at:
+            found.append(instructions[at[0] : at[-1] + 1])
+    return found
+
+
 @pytest.mark.skipif(compiler_here() is None, reason="needs cuda-core with NVRTC (pip install 'leanmla[cuda]') or nvcc")
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + OTHERS, ids=lambda v: f"{v.arrangement.name}-{v.q_is_fp16}-{v.has_cap}")
 def test_machine_code(variant, folder):
     instructions, usage = machine_code(variant, folder)
     # scores: 16 slices of 32 values and 2 of the rope part; values: 8 chunks of 4 x 16 keys
     assert count(instructions, "QGMMA") == 18
-    assert count(instructions, "HGMMA") == 32
-    assert count(instructions, "HMMA") == 0
+    by_warp = variant.arrangement.warp_products
+    assert count(instructions, "HGMMA") == (0 if by_warp else 32)
+    assert count(instructions, "HMMA") == (64 if by_warp else 0)
     assert "UBLKCP" in " ".join(instructions)  # bulk copies
-    assert count(instructions, "LDL") + count(instructions, "STL") <= 64  # a few of the loops' own counters
+    # what belongs to a segment, not to a tile, may be kept on the stack
+    assert count(instructions, "LDL") + count(instructions, "STL") <= (64 if variant in VARIANTS else 200)
+    assert max(count(loop, "LDL") + count(loop, "STL") for loop in product_loops(instructions)) <= 16
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None and int(registers[1]) == 128
 
@@ -114,7 +133,7 @@ def test_the_arguments_are_those_of_the_source():
         for name in declared.split(",")
     ]
     assert names == [name for name, _ in Arguments._fields_]
-    assert ctypes.sizeof(Arguments) == 19 * 8 + 16 * 4 + 3 * 4 + 4
+    assert ctypes.sizeof(Arguments) == 19 * 8 + 2 * 8 + 15 * 4 + 3 * 4
 
 
 def test_numbers_shared_with_the_source():
@@ -157,3 +176,53 @@ def test_launches():
     assert (fixed.workers, fixed.grid, fixed.slots, fixed.may_wait) == (4, 256, 256, False)
     reason = BACKEND.launch_config(PROBLEM, H200)
     assert reason.kernel.endswith(compiler.SOURCE) and (compiler.FOLDER / compiler.SOURCE).exists()
+
+
+def test_arrangements():
+    with launch_configs.using("two_blocks"):
+        two = choose_launch(PROBLEM, H200)
+        many = choose_launch(PROBLEM.replace(num_heads=128), H200)
+        shown = dict(BACKEND.launch_config(PROBLEM, H200).extra)
+    assert (two.workers, two.grid, two.may_wait) == (264, 264, True)
+    assert (many.workers, many.grid, many.may_wait) == (33, 264, True)
+    assert shown == {"arrangement": "two_blocks", "stages": "2", "warps": "4 scoring + 4 summing"}
+    assert launch_configs.chosen().name == launch_configs.DEFAULT
+    for arrangement in ARRANGEMENTS.values():
+        assert arrangement.threads * arrangement.blocks_per_sm <= 512  # 128 registers a thread
+        assert arrangement.blocks_per_sm * (arrangement.shared_bytes + 1024) <= 228 * 1024
+    with (
+        pytest.raises(InvalidArgument, match="arrangement: expected one of three_groups, .*, got 'four'"),
+        launch_configs.using("four"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("x", [1, 2, 3, 5, 7, 16, 20, 48, 64, 96, 128, 2**30, 2**31 - 1])
+def test_division_by_multiplication(x):
+    by = Divisor.of(x)
+    near = [k * x + d for k in (0, 1, 2, 1000, (2**31 - 1) // x) for d in (-1, 0, 1)]
+    for n in [n for n in near + [2**31 - 1, 2**31 - 2, 123456789] if 0 <= n < 2**31]:
+        assert n * by.magic >> by.shift == n // x
+
+
+def test_tuning_says_why_it_cannot_run(capsys, tmp_path):
+    if torch.cuda.is_available() and describe("cuda").arch == "sm_90":
+        pytest.skip("it can")
+    assert tune.main(["--json", str(tmp_path / "none" / "t.json")]) == 2
+    assert "--json: the folder" in capsys.readouterr().out
+    assert tune.main(["two_blocks"]) == 2
+    assert "backend='hopper_cuda' cannot run this: needs an NVIDIA Hopper GPU (sm_90)" in capsys.readouterr().out
+    assert tune.main(["four"]) == 2
+    assert "arrangement: expected one of" in capsys.readouterr().out
+
+
+def test_tuning_prints_a_table():
+    grid = tune.cases.contest_cases()[:2]
+    found = [
+        {"contender": name, "case": case.label, "status": "ok", "time_us": us}
+        for name, times in (("a", (4.0, 9.0)), ("b", (1.0, 16.0)))
+        for case, us in zip(grid, times, strict=True)
+    ]
+    lines = tune.table(["a", "b"], grid, found).splitlines()
+    assert lines[1].split()[-2:] == ["4.0", "1.0*"] and lines[2].split()[-2:] == ["9.0*", "16.0"], lines
+    assert lines[3].split()[-2:] == ["6.00", "4.00"]

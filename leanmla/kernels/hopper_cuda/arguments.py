@@ -10,7 +10,7 @@ import torch
 from ...problem import DecodeArgs
 from .launch import ROWS, CudaLaunch
 
-__all__ = ["HEADER", "Arguments", "fill"]
+__all__ = ["HEADER", "Arguments", "Divisor", "fill"]
 
 HEADER = 4  #: words before the two sets of counters, as in reduction.cuh
 _LOG2E = math.log2(math.e)
@@ -20,10 +20,22 @@ _STRIDES = (
     "q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head", "lse_stride", "page_stride", "token_stride", "ids_stride",
 )  # fmt: skip
 _INTEGERS = (
-    "num_counters", "kind", "page_size", "page_shift", "whole_slots", "q_len", "batch", "heads", "tiles", "causal", "mode", "workers",
+    "num_counters", "kind", "page_size", "whole_slots", "q_len", "batch", "heads", "tiles", "causal", "mode", "workers",
     "splits", "may_wait", "unit_shift", "pairs",
 )  # fmt: skip
 _FLOATS = ("scale", "cap", "cap_inverse")
+
+
+class Divisor(ctypes.Structure):
+    """``n // x`` is ``n * magic >> shift`` for every n from 0 to 2**31 - 1."""
+
+    _fields_ = [("magic", ctypes.c_uint32), ("shift", ctypes.c_uint32)]
+
+    @classmethod
+    def of(cls, x: int) -> Divisor:
+        """For an x from 1 to 2**31 - 1; the magic has 32 bits."""
+        shift = 31 + (x - 1).bit_length()
+        return cls(-(-(1 << shift) // x), shift)
 
 
 class Arguments(ctypes.Structure):
@@ -32,6 +44,8 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _STRIDES),
+        ("by_page_size", Divisor),
+        ("by_heads", Divisor),
         *((name, ctypes.c_int32) for name in _INTEGERS),
         *((name, ctypes.c_float) for name in _FLOATS),
     ]
@@ -51,7 +65,7 @@ def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
     contiguous = table.kind == "contiguous"
     data = args.cache.as_tokens().data if contiguous else args.cache.data  # bytes: strides count them
     token_stride = data.stride(0) if contiguous else data.stride(1)
-    page = table.page_size
+    page, ids = table.page_size, table.page_ids
     cap = max(problem.logit_cap, 1e-30) * _LOG2E  # fp32 holds its reciprocal; a smaller cap gives no other output
     lens = table.cache_seqlens if table.kind == "block_table" else table.kv_indptr
     return Arguments(
@@ -64,7 +78,7 @@ def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
         cache=data.data_ptr(),
         lens=_address(lens),
         last=_address(table.kv_last_page_len) if table.kind == "csr" and page > 1 else None,
-        ids=_address(table.page_ids),
+        ids=_address(ids),
         qo=_address(args.qo_indptr),
         q_stride_token=q.stride(0),
         q_stride_head=q.stride(1),
@@ -73,11 +87,12 @@ def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
         lse_stride=0 if args.lse is None else args.lse.stride(0),
         page_stride=data.stride(0),
         token_stride=token_stride,
-        ids_stride=table.page_ids.stride(0) if table.kind == "block_table" and table.page_ids is not None else 0,
+        ids_stride=0 if ids is None else ids.stride(0) if table.kind == "block_table" else ids.numel(),
+        by_page_size=Divisor.of(page),
+        by_heads=Divisor.of(problem.num_heads),
         num_counters=(workspace.counters.numel() - HEADER) // 2,
         kind=launch.kind,
         page_size=page,
-        page_shift=page.bit_length() - 1 if page & (page - 1) == 0 else -1,
         whole_slots=token_stride == data.shape[-1] and (contiguous or page % ROWS == 0),
         q_len=q.shape[0] // problem.batch,
         batch=problem.batch,

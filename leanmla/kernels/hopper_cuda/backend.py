@@ -13,11 +13,11 @@ from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
 from . import compiler
 from .arguments import HEADER, fill
 from .launch import KEYS, MODES, ROWS, choose_launch
+from .launch_configs import chosen
 
 __all__ = ["BACKEND", "HopperCudaBackend", "Workspace"]
 
 _FORMAT = "mxfp4_row320"
-_THREADS = 512
 #: Most splits of one sequence: arrivals are counted in 15 bits (reduction.cuh).
 _MAX_SPLITS = 32767
 
@@ -41,8 +41,8 @@ class HopperCudaBackend:
             return f"needs an NVIDIA Hopper GPU (sm_90), this device is {device.arch}"
         if problem.format != _FORMAT:
             return f"has a kernel for cache format '{_FORMAT}' only, this is '{problem.format}'"
-        if device.shared_memory and device.shared_memory < compiler.SHARED_BYTES:
-            return f"needs {compiler.SHARED_BYTES} bytes of shared memory a block, this device has {device.shared_memory}"
+        if device.shared_memory and device.shared_memory < chosen().shared_bytes:
+            return f"needs {chosen().shared_bytes} bytes of shared memory a block, this device has {device.shared_memory}"
         if not 1 <= problem.num_heads <= 128:
             return f"takes 1 to 128 heads, got {problem.num_heads}"
         if problem.num_kv_splits is not None and problem.num_kv_splits > _MAX_SPLITS:
@@ -55,7 +55,7 @@ class HopperCudaBackend:
         return compiler.unavailable()
 
     def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
-        launch = choose_launch(problem, device)
+        launch, arrangement = choose_launch(problem, device), chosen()
         whole = problem.table_kind == "contiguous" or problem.page_size % ROWS == 0
         how = (
             f"{launch.workers} workers take equal pieces of the batch, planned on the device"
@@ -68,14 +68,19 @@ class HopperCudaBackend:
             block_rows=ROWS,
             block_kv=KEYS,
             num_workers=launch.grid,
-            reason=f"{launch.tiles} row tile(s) of {ROWS}, one block an SM; {how}; rows copied {ROWS if whole else 1} at a time",
-            extra=(("stages", "4"), ("warps", "12 scoring + 4 summing")),
+            reason=f"{launch.tiles} row tile(s) of {ROWS}, {arrangement.blocks_per_sm} block(s) an SM; {how}; rows copied {ROWS if whole else 1} at a time",
+            extra=(
+                ("arrangement", arrangement.name),
+                ("stages", str(arrangement.stages)),
+                ("warps", f"{4 * arrangement.groups} scoring + 4 summing"),
+            ),
         )
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
-        launch = choose_launch(problem, describe(device))
+        info = describe(device)
+        launch = choose_launch(problem, info)
         # A later call may be smaller, and use more workers on fewer row tiles.
-        slots = max(launch.slots, 2 * (describe(device).num_sms + 1) if launch.mode == MODES["balanced"] else 0)
+        slots = max(launch.slots, 2 * (info.num_sms * chosen().blocks_per_sm + 1) if launch.mode == MODES["balanced"] else 0)
         return Workspace(
             part_out=torch.empty(slots, ROWS * 512, dtype=torch.float32, device=device),
             part_lse=torch.empty(slots, ROWS, dtype=torch.float32, device=device),
@@ -94,13 +99,15 @@ class HopperCudaBackend:
                 f"needs {launch.slots} and {problem.batch * launch.tiles}. Make the plan for a larger problem."
             )
         _check_cache(args)
-        _launch(args.q.device, compiler.Variant(problem.q_dtype == "fp16", problem.logit_cap > 0), launch.grid, fill(args, launch, workspace))
+        variant = compiler.Variant(problem.q_dtype == "fp16", problem.logit_cap > 0)
+        _launch(args.q.device, variant, launch.grid, fill(args, launch, workspace))
 
 
 def _launch(device: torch.device, variant: compiler.Variant, grid: int, arguments: ctypes.Structure) -> None:
     """On torch's current stream; a capture records it."""
     from cuda.bindings import driver
 
+    shape = variant.arrangement
     index = device.index if device.index is not None else torch.cuda.current_device()
     with torch.cuda.device(index):
         kernel = compiler.kernel(variant, index)
@@ -108,7 +115,9 @@ def _launch(device: torch.device, variant: compiler.Variant, grid: int, argument
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))  # copied by the launch
 
         def attempt() -> tuple:
-            return driver.cuLaunchKernel(kernel, grid, 1, 1, _THREADS, 1, 1, compiler.SHARED_BYTES, stream, ctypes.addressof(parameters), 0)
+            return driver.cuLaunchKernel(
+                kernel, grid, 1, 1, shape.threads, 1, 1, shape.shared_bytes, stream, ctypes.addressof(parameters), 0
+            )
 
         answer = attempt()
         if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:

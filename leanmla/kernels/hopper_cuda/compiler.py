@@ -12,7 +12,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ... import settings
@@ -20,14 +20,13 @@ from ...device import assumed, missing
 from ...errors import BackendUnavailable
 from ...formats import mxfp4_row320
 from ...problem import DIMS
+from .launch_configs import Arrangement, chosen
 
-__all__ = ["ENTRY", "SHARED_BYTES", "SOURCE", "Variant", "compile_cubin", "cubin", "kernel", "source_text", "unavailable"]
+__all__ = ["ENTRY", "SOURCE", "Variant", "compile_cubin", "cubin", "kernel", "source_text", "unavailable"]
 
 FOLDER = Path(__file__).parent
 SOURCE = "decode_mxfp4_row320_sm90.cu"
 ENTRY = "decode_mxfp4_row320"
-#: Dynamic shared memory of a block: SHARED_BYTES of layout.cuh and room to start at a multiple of 1024.
-SHARED_BYTES = 223232 + 1024
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 
 
@@ -37,6 +36,7 @@ class Variant:
 
     q_is_fp16: bool
     has_cap: bool
+    arrangement: Arrangement = field(default_factory=chosen)
 
 
 def source_text(variant: Variant) -> str:
@@ -49,7 +49,7 @@ def source_text(variant: Variant) -> str:
         "MAX_DEFICIT": mxfp4_row320.MAX_DEFICIT,
         "LATENT": DIMS.kv_lora_rank,
         "ROPE": DIMS.qk_rope_head_dim,
-        "BLOCK_SHARED_BYTES": SHARED_BYTES,
+        **variant.arrangement.constants(),
     }
     macros = {"Q_IS_FP16": variant.q_is_fp16, "HAS_CAP": variant.has_cap}
     return "".join(
@@ -139,7 +139,7 @@ def _kernel(variant: Variant, device_index: int):
     loaded = _loaded(variant)
     handle = loaded.handle if hasattr(loaded, "handle") else loaded._handle
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    check(driver.cuKernelSetAttribute(attribute, SHARED_BYTES, handle, _device(device_index)), "cuKernelSetAttribute")
+    check(driver.cuKernelSetAttribute(attribute, variant.arrangement.shared_bytes, handle, _device(device_index)), "cuKernelSetAttribute")
     return driver.CUfunction(int(handle))
 
 

@@ -1,13 +1,12 @@
 // MLA decode over an mxfp4_row320 cache on sm_90: 16 (query token, head) rows a block, keys and values in 4 bits until they are in registers.
 //
 // grid: workers * row tiles (balanced), or sequences * splits * row tiles; row tiles of a worker are neighbours, so that they share what
-// they read through L2. One block an SM:
+// they read through L2. BLOCKS_PER_SM blocks an SM, each:
 //
-//   warps 0..11   three scoring groups, each with its own tile of 64 keys (scores.cuh)
-//   warps 12..15  the summing group, one tile after the other (values.cuh), then epilogue and merge (reduction.cuh)
+//   GROUPS * 4 warps   scoring groups, each with its own tile of 64 keys (scores.cuh)
+//   4 warps            the summing group, one tile after the other (values.cuh), then epilogue and merge (reduction.cuh)
 //
-// A scoring group needs about three times as long for a tile as the summing group, and both wait most of that time for each other's
-// and their own results; three to one keeps the tensor cores and the ALUs busy. Values and probabilities go through a ring of four stages.
+// How many of what: launch_configs.py, with the measurements. Values and probabilities go through a ring of STAGES tiles.
 //
 // What a cache row holds: leanmla/formats/mxfp4_row320.py. NaN: byte 306 of 255 makes a key's scores NaN.
 #include "layout.cuh"
@@ -16,11 +15,30 @@
 #include "scores.cuh"
 #include "values.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_mxfp4_row320(const __grid_constant__ Arguments a) {
+// Ask for the query and the page ids that this worker will need if all sequences are as long, before the plan says which; a wrong guess
+// costs nothing.
+DEVICE void prefetch_guess(const Arguments& a, int worker, int row_tile) {
+  const int workers = a.mode == BALANCED ? a.workers : a.workers * a.batch;
+  const float place = __fdividef((float)worker, (float)workers);
+  if (a.ids != nullptr && threadIdx.x == THREADS - 1) {
+    const i64 ids = a.kind == BLOCK_TABLE ? a.batch * a.ids_stride : a.ids_stride;
+    if (ids > 0) prefetch_l2(a.ids + min((i64)(place * (float)ids), ids - 1));
+  }
+  if (a.qo == nullptr && threadIdx.x < ROWS * 9) {
+    const int b = min((int)(place * (float)a.batch), a.batch - 1);
+    const int row = row_tile * ROWS + threadIdx.x / 9, token = a.by_heads(row);
+    if (token < a.q_len)
+      prefetch_l2(a.q + ((i64)b * a.q_len + token) * a.q_stride_token + (row - token * a.heads) * a.q_stride_head + threadIdx.x % 9 * 64);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp4_row320(const __grid_constant__ Arguments a) {
   extern __shared__ u8 shared_memory[];
   const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;
-  const int warp = warp_index(), lane = lane_index(), row_tile = blockIdx.x % a.tiles;
+  const int warp = warp_index(), lane = lane_index(), row_tile = blockIdx.x % a.tiles, worker = blockIdx.x / a.tiles;
   const u32 slot = shared + AT_RAW + warp * SLOT_BYTES, arrived = shared + RAW_ARRIVED + 8 * warp;
+  const int turn = a.counters[0];
+  if (EARLY_QUERY) prefetch_guess(a, worker, row_tile);
   if (lane == 0) {
     if (warp < SCORERS / 32) barrier_init(arrived, 1);
     if (warp == SCORERS / 32) {
@@ -35,8 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_mxfp4_row320(con
   }
   __syncwarp();
 
-  const int turn = a.counters[0];
-  const Piece piece = plan_piece(a, shared, blockIdx.x / a.tiles);
+  const Piece piece = plan_piece(a, shared, worker);
   Segment s;
   s.rows = 0;
   int id = 0;
@@ -44,20 +61,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_mxfp4_row320(con
     s = segment_at(a, piece, row_tile, piece.b, piece.base, piece.start);
     if (s.rows > 0) {
       const int first = s.lo + warp / 4;  // of this warp's group
+      QueryRows<THREADS / 32> query;
+      if (EARLY_QUERY) query.load(a, s, row_tile, warp);  // comes in while the page id does
       if (warp < SCORERS / 32 && first < s.hi) {
         fetch_rows(a, s, first, warp & 3, page_id(a, s, first, warp & 3), slot, arrived);
         id = page_id(a, s, first + GROUPS, warp & 3);
       }
-      convert_query(a, s, shared, row_tile, warp, THREADS / 32);
+      if (!EARLY_QUERY) query.load(a, s, row_tile, warp);
+      query.convert(a, s, shared, row_tile, warp);
     }
   }
   __syncthreads();
 
   if (warp < SCORERS / 32) {
-    give_registers<SCORER_REGISTERS>();
+    set_registers<SCORER_REGISTERS, LAUNCHED_REGISTERS>();
     if (piece.work) score_segments(a, piece, shared, row_tile, s, id);
   } else {
-    take_registers<SUMMER_REGISTERS>();
+    set_registers<SUMMER_REGISTERS, LAUNCHED_REGISTERS>();
     if (warp == SCORERS / 32) turn_over(a, turn);
     if (piece.work) sum_segments(a, piece, shared, row_tile, s, turn);
   }

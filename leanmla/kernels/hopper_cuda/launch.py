@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...device import DeviceInfo
 from ...problem import DecodeProblem
+from .launch_configs import chosen
 
 __all__ = ["KEYS", "MODES", "ROWS", "TABLE_KINDS", "CudaLaunch", "choose_launch"]
 
@@ -33,6 +34,8 @@ class CudaLaunch:
 
 def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> CudaLaunch:
     """The launch for ``problem``; only shapes and options matter, never the contents of a tensor."""
+    arrangement = chosen()
+    resident = device.num_sms * arrangement.blocks_per_sm
     tiles = max(1, -(-problem.num_heads * problem.max_q_len // ROWS))
     batch = max(problem.batch, 1)
     if problem.num_kv_splits is not None:
@@ -41,8 +44,8 @@ def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> CudaLaunch:
         mode, splits = MODES["fixed size"], problem.split_size // KEYS
         workers = max(1, -(-problem.max_kv_len // problem.split_size))
     else:
-        mode, splits = MODES["balanced"], 1
-        workers = max(1, min(device.num_sms // tiles, problem.total_kv // KEYS + batch))
+        mode, splits = MODES["balanced"], arrangement.fewest_tiles
+        workers = max(1, min(resident // tiles, problem.total_kv // KEYS + batch))
     balanced = mode == MODES["balanced"]
     grid = workers * tiles * (1 if balanced else batch)
     return CudaLaunch(
@@ -51,8 +54,8 @@ def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> CudaLaunch:
         mode=mode,
         workers=workers,
         splits=splits,
-        unit_shift=4,
+        unit_shift=arrangement.cut_shift,
         grid=grid,
-        may_wait=balanced and grid <= device.num_sms,
+        may_wait=balanced and grid <= resident,
         slots=(2 * workers + 2) * tiles if balanced else (grid if workers > 1 else 0),
     )

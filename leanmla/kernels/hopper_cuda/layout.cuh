@@ -1,18 +1,20 @@
 // What every part of the kernel shares: its arguments, the division of a block into roles, and the map of shared memory.
 // The constants ROW_BYTES, DEFICITS_AT, EXPONENT_AT, DEFICIT_UNIT, LATENT and ROPE come from the Python definition of the cache
-// format; compiler.py puts them in front of this file. Q_IS_FP16 and HAS_CAP are macros of the variant.
+// format, GROUPS, STAGES, BLOCKS_PER_SM, the two numbers of registers, WARP_PRODUCTS, SCORE_SUMS, EARLY_QUERY and PARTS from the
+// arrangement (launch_configs.py); compiler.py puts them in front of this file. Q_IS_FP16 and HAS_CAP are macros of the variant.
 #pragma once
 #include "ptx.cuh"
 
-// -- roles: three groups of four warps score keys, a fourth sums values ---------------------------------------------------
+// -- roles: GROUPS groups of four warps score keys, one more sums values ----------------------------------------------------
+//
+// Scoring group k takes the tiles k, k + GROUPS, ... of a segment. STAGES tiles of values and probabilities are in flight: one for each
+// scoring group, one being summed.
 
-constexpr int KEYS = 64;    // a tile: the M side of one wgmma
-constexpr int ROWS = 16;    // (query token, head) pairs a block works on
-constexpr int GROUPS = 3;   // scoring groups; group k takes the tiles k, k + 3, ... of a segment
-constexpr int STAGES = 4;   // tiles of values and probabilities in flight: one for each scoring group, one being summed
+constexpr int KEYS = 64;  // a tile: the M side of one wgmma
+constexpr int ROWS = 16;  // (query token, head) pairs a block works on
 constexpr int SCORERS = 128 * GROUPS, SUMMERS = 128, THREADS = SCORERS + SUMMERS;
-// registers a thread: 3 * 120 + 152 = 4 * 128, what the launch holds
-constexpr int SCORER_REGISTERS = 120, SUMMER_REGISTERS = 152;
+constexpr int LAUNCHED_REGISTERS = 65536 / BLOCKS_PER_SM / THREADS / 8 * 8;  // a thread
+static_assert(GROUPS * SCORER_REGISTERS + SUMMER_REGISTERS <= (GROUPS + 1) * LAUNCHED_REGISTERS, "taking more waits for ever");
 
 // -- shared memory (bytes from a multiple of 1024) ----------------------------------------------------------------------
 
@@ -27,7 +29,7 @@ constexpr int AT_LIMITS = AT_SCALES + 2 * ROWS * 4;                      // i32 
 constexpr int AT_REFERENCE = AT_LIMITS + ROWS * 4;                       // f32 [16]: what exponents are taken against
 constexpr int AT_RESCALE = AT_REFERENCE + ROWS * 4;                      // f32 [STAGES][16]
 constexpr int AT_FLAGS = AT_RESCALE + STAGES * ROWS * 4;                 // u32 [STAGES]: whether AT_RESCALE holds anything
-constexpr int AT_MAXIMA = AT_FLAGS + 16;                                 // f32 [GROUPS][4 warps][16]
+constexpr int AT_MAXIMA = AT_FLAGS + 32;                                 // f32 [GROUPS][4 warps][16]
 constexpr int AT_SUMS = AT_MAXIMA + GROUPS * 4 * ROWS * 4;               // f32 [GROUPS][4 warps][16]
 constexpr int AT_SUM_REFERENCE = AT_SUMS + GROUPS * 4 * ROWS * 4;        // f32 [GROUPS][16]
 constexpr int AT_PLAN = AT_SUM_REFERENCE + GROUPS * ROWS * 4;            // i32 [32]
@@ -39,7 +41,9 @@ constexpr int SUMS_FULL = STAGE_EMPTY + 8 * STAGES, SUMS_EMPTY = SUMS_FULL + 8;
 constexpr int SHARED_BYTES = SUMS_EMPTY + 8;
 static_assert(LATENT == 4 * 128 && ROPE == 64, "panels");
 static_assert(AT_P % 1024 == 0 && AT_V % 1024 == 0 && AT_RAW % 16 == 0 && AT_BARRIERS % 8 == 0, "alignment");
-static_assert(SHARED_BYTES + 1024 <= BLOCK_SHARED_BYTES && BLOCK_SHARED_BYTES <= 232448, "what the launch asks for, and what sm_90 has");
+static_assert(STAGES <= 8, "flags");
+static_assert(SHARED_BYTES + 1024 <= BLOCK_SHARED_BYTES, "what the launch asks for");
+static_assert(BLOCK_SHARED_BYTES <= 232448 && BLOCKS_PER_SM * (BLOCK_SHARED_BYTES + 1024) <= 228 * 1024, "what sm_90 has");
 
 #define MASKED __int_as_float(0xFF800000)  // -inf: the score of a key that a row does not see
 constexpr float NO_REFERENCE = -3e38f;            // before the first score: lower than any, but finite, since -inf less -inf is NaN
@@ -49,6 +53,12 @@ enum Meeting { ALL = 0, SCORING = 1, SUMMING = 2, TURN = 3, GROUP = TURN + GROUP
 
 enum TableKind { CSR = 0, BLOCK_TABLE = 1, CONTIGUOUS = 2 };
 enum Mode { BALANCED = 0, FIXED_COUNT = 1, FIXED_SIZE = 2 };
+
+// n / x is n * magic >> shift for 0 <= n < 2^31
+struct Divisor {
+  u32 magic, shift;
+  DEVICE int operator()(int n) const { return (int)((u64)(u32)n * magic >> shift); }
+};
 
 // Mirrored by arguments.py: eight-byte fields first.
 struct Arguments {
@@ -65,8 +75,9 @@ struct Arguments {
   const int* qo;        // qo_indptr, or null for q_len tokens each
   i64 q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride;  // elements
   i64 page_stride, token_stride;                                                     // bytes
-  i64 ids_stride;
-  int num_counters, kind, page_size, page_shift;  // page_shift: log2(page_size), or -1
+  i64 ids_stride;                                                                    // block table: of a row; csr: number of ids
+  Divisor by_page_size, by_heads;
+  int num_counters, kind, page_size;
   int whole_slots;                                // the 16 rows of a slot are one piece of 5120 bytes
   int q_len, batch, heads, tiles, causal;
   int mode, workers, splits, may_wait, unit_shift;  // see schedule.cuh

@@ -47,6 +47,11 @@ DEVICE void load_matrices_transposed(u32* r, u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+// the same without transposing: lane 4 g + q gets elements 2 q and 2 q + 1 of row g of each
+DEVICE void load_matrices(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
 DEVICE void store_matrices_transposed(u32 at, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(at), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
@@ -192,7 +197,19 @@ DEVICE void multiply_values(float* d, const u32* a, u64 b) {
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-template <int REGISTERS>
-DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS>
-DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+// d [16, 16] += a [16, 16] f16 * b [16, 16] f16 by one warp; b as load_matrices brings it: columns 0..7, keys 0..7 and 8..15, then columns 8..15
+DEVICE void multiply_by_warp(float* d, const u32* a, const u32* b) {
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[4 * n]), "+f"(d[4 * n + 1]), "+f"(d[4 * n + 2]), "+f"(d[4 * n + 3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * n]), "r"(b[2 * n + 1]));
+}
+// From the registers a thread that the launch gave. Taking waits until others have given.
+template <int REGISTERS, int LAUNCHED>
+DEVICE void set_registers() {
+  if constexpr (REGISTERS > LAUNCHED)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  else
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}

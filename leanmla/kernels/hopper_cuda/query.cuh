@@ -44,45 +44,57 @@ DEVICE void store_query_pair(u32 panel, int row, int row_bytes, int position, u3
   store_u16(at + 16 * row_bytes, pack_e4m3((a - ha) * 16.f, (b - hb) * 16.f));
 }
 
-// Rows first, first + step, ... of the 16 by this warp.
-DEVICE void convert_query(const Arguments& a, const Segment& s, u32 shared, int row_tile, int first, int step) {
-  const int lane = lane_index();
-  for (int row = first; row < ROWS; row += step) {
-    const bool real = row < s.rows;
-    const int at_row = row_tile * ROWS + row, token = at_row / a.heads, head = at_row - token * a.heads;
-    const u16* q = a.q + (s.q_first + token) * a.q_stride_token + head * a.q_stride_head;
-    u32 x[9];  // values 64 k + 2 lane and the next
+// Rows `warp`, `warp` + WARPS, ... of the 16, in a warp's registers.
+template <int WARPS>
+struct QueryRows {
+  static constexpr int COUNT = (ROWS + WARPS - 1) / WARPS;
+  u32 x[COUNT][9];  // values 64 k + 2 lane and the next
+
+  DEVICE void load(const Arguments& a, const Segment& s, int row_tile, int warp) {
 #pragma unroll
-    for (int k = 0; k < 9; k++) {
-      const int d = 64 * k + 2 * lane;
-      x[k] = !real ? 0 : a.pairs ? *(const u32*)(q + d) : q[d] | (u32)q[d + 1] << 16;
-    }
-    float amax = 0.f;
+    for (int i = 0; i < COUNT; i++) {
+      const int row = warp + i * WARPS, at_row = row_tile * ROWS + row, token = a.by_heads(at_row), head = at_row - token * a.heads;
+      const u16* q = a.q + (s.q_first + token) * a.q_stride_token + head * a.q_stride_head + 2 * lane_index();
+      const bool real = row < min(s.rows, ROWS);
 #pragma unroll
-    for (int k = 0; k < 8; k++) amax = fmaxf(amax, fmaxf(fabsf(from_16_bits(x[k] & 0xFFFF)), fabsf(from_16_bits(x[k] >> 16))));
-    const float latent = query_factor(max_over_warp(amax));
-    const float rope = query_factor(max_over_warp(fmaxf(fabsf(from_16_bits(x[8] & 0xFFFF)), fabsf(from_16_bits(x[8] >> 16)))));
-#pragma unroll
-    for (int k = 0; k < 9; k++) {
-      const float factor = k < 8 ? latent : rope;
-      const float lo = from_16_bits(x[k] & 0xFFFF) * factor, hi = from_16_bits(x[k] >> 16) * factor;
-      if (k < 8) {
-        const int r = (64 * k + 2 * lane) & 127;
-        const int position = ((r >> 3) & 3) * 32 + ((r >> 2) & 1) * 16 + (r >> 5) * 4 + (r & 3);
-        store_query_pair(shared + AT_Q + k / 2 * Q_PANEL, row, 128, position, row & 7, lo, hi);
-      } else {
-        const int r = 2 * lane;
-        const int position = ((r >> 3) & 1) * 32 + ((r >> 2) & 1) * 16 + (r >> 4) * 4 + (r & 3);
-        store_query_pair(shared + AT_Q_ROPE, row, 64, position, (row >> 1) & 3, lo, hi);
-      }
-    }
-    if (lane == 0) {
-      store_f32(shared + AT_SCALES + 4 * row, a.scale * reciprocal_of_power(latent));
-      store_f32(shared + AT_SCALES + 4 * (ROWS + row), a.scale * reciprocal_of_power(rope));
-      const int limit = a.causal ? min(s.kv_len - s.q_count + 1 + token, s.kv_len) : s.kv_len;
-      store_u32(shared + AT_LIMITS + 4 * row, real ? max(limit, 0) : 0);
-      store_f32(shared + AT_REFERENCE + 4 * row, NO_REFERENCE);
+      for (int k = 0; k < 9; k++) x[i][k] = !real ? 0 : a.pairs ? *(const u32*)(q + 64 * k) : q[64 * k] | (u32)q[64 * k + 1] << 16;
     }
   }
-  fence_async_proxy();
-}
+
+  DEVICE void convert(const Arguments& a, const Segment& s, u32 shared, int row_tile, int warp) const {
+    const int lane = lane_index();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const int row = warp + i * WARPS;
+      if (row >= ROWS) break;
+      float amax = 0.f;
+#pragma unroll
+      for (int k = 0; k < 8; k++) amax = fmaxf(amax, fmaxf(fabsf(from_16_bits(x[i][k] & 0xFFFF)), fabsf(from_16_bits(x[i][k] >> 16))));
+      const float latent = query_factor(max_over_warp(amax));
+      const float rope = query_factor(max_over_warp(fmaxf(fabsf(from_16_bits(x[i][8] & 0xFFFF)), fabsf(from_16_bits(x[i][8] >> 16)))));
+#pragma unroll
+      for (int k = 0; k < 9; k++) {
+        const float factor = k < 8 ? latent : rope;
+        const float low = from_16_bits(x[i][k] & 0xFFFF) * factor, high = from_16_bits(x[i][k] >> 16) * factor;
+        if (k < 8) {
+          const int r = (64 * k + 2 * lane) & 127;
+          const int position = ((r >> 3) & 3) * 32 + ((r >> 2) & 1) * 16 + (r >> 5) * 4 + (r & 3);
+          store_query_pair(shared + AT_Q + k / 2 * Q_PANEL, row, 128, position, row & 7, low, high);
+        } else {
+          const int r = 2 * lane;
+          const int position = ((r >> 3) & 1) * 32 + ((r >> 2) & 1) * 16 + (r >> 4) * 4 + (r & 3);
+          store_query_pair(shared + AT_Q_ROPE, row, 64, position, (row >> 1) & 3, low, high);
+        }
+      }
+      if (lane == 0) {
+        store_f32(shared + AT_SCALES + 4 * row, a.scale * reciprocal_of_power(latent));
+        store_f32(shared + AT_SCALES + 4 * (ROWS + row), a.scale * reciprocal_of_power(rope));
+        const int token = a.by_heads(row_tile * ROWS + row);
+        const int limit = a.causal ? min(s.kv_len - s.q_count + 1 + token, s.kv_len) : s.kv_len;
+        store_u32(shared + AT_LIMITS + 4 * row, row < s.rows ? max(limit, 0) : 0);
+        store_f32(shared + AT_REFERENCE + 4 * row, NO_REFERENCE);
+      }
+    }
+    fence_async_proxy();
+  }
+};

@@ -15,10 +15,9 @@
 constexpr int HEADER = 4;
 constexpr int PATIENCE = 64;  // reads of a counter before a block stops waiting: about 50 us
 constexpr int LEFT = 65536;
-constexpr int PARTS = 8;  // partial results in flight
 
 DEVICE u16* out_row(const Arguments& a, const Segment& s, int row_tile, int row) {
-  const int at = row_tile * ROWS + row, token = at / a.heads;
+  const int at = row_tile * ROWS + row, token = a.by_heads(at);
   return a.out + (s.q_first + token) * a.out_stride_token + (at - token * a.heads) * a.out_stride_head;
 }
 DEVICE void store_pair(const Arguments& a, u16* to, float x, float y) {
@@ -32,7 +31,7 @@ DEVICE void store_pair(const Arguments& a, u16* to, float x, float y) {
 }
 DEVICE void store_lse(const Arguments& a, const Segment& s, int row_tile, int row, float lse2) {
   if (a.lse == nullptr) return;
-  const int at = row_tile * ROWS + row, token = at / a.heads;
+  const int at = row_tile * ROWS + row, token = a.by_heads(at);
   a.lse[(s.q_first + token) * a.lse_stride + (at - token * a.heads)] = lse2 * 0.6931471805599453f;
 }
 
@@ -72,7 +71,7 @@ DEVICE void merge_chunk(const Arguments& a, const Segment& s, const Shares& x, i
   const int row = (j >> 1) * 8 + 2 * (lane & 3) + (j & 1);
   float m = MASKED, total = 0.f;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int at = 0; at < x.splits; at += PARTS) {
+  for (int at = 0; at < x.splits; at += PARTS) {  // PARTS partial results in flight
     float4 part[PARTS];
     float lse[PARTS];
 #pragma unroll
@@ -112,10 +111,10 @@ DEVICE void meet(const Arguments& a, const Piece& piece, const Segment& s, const
   if ((threadIdx.x & 127) == 0) {
     int* counter = a.counters + HEADER + turn * a.num_counters + s.b * a.tiles + row_tile;
     const bool waits = a.may_wait && s.follow >= piece.end;
-    store_u32(shared + AT_PLAN + 96, count_in(counter, x.splits, a.may_wait ? x.stay : 0, waits));
+    store_u32(shared + AT_PLAN + 120, count_in(counter, x.splits, a.may_wait ? x.stay : 0, waits));
   }
   sync_threads(SUMMING, SUMMERS);
-  const int role = load_u32(shared + AT_PLAN + 96);
+  const int role = load_u32(shared + AT_PLAN + 120);
   if (role == NOTHING) return;
   for (int c = role == SHARE ? x.rank : 0; c < 16; c += role == SHARE ? x.stay : 1) merge_chunk(a, s, x, row_tile, c);
 }

@@ -58,11 +58,11 @@ DEVICE int scan_block(u32 shared, int x, int& upto) {
   return __shfl_sync(~0u, sums, THREADS / 32 - 1);
 }
 
-// The sequence that holds place `start` of the line is published at AT_PLAN + 64 by the thread that has it.
+// The sequence that holds place `start` of the line is published at AT_PLAN + 112 by the thread that has it.
 DEVICE void publish_start(u32 shared, int b, int tiles, int upto, int start) {
   if (upto - tiles <= start && start < upto) {
-    store_u32(shared + AT_PLAN + 64, b);
-    store_u32(shared + AT_PLAN + 68, upto - tiles);
+    store_u32(shared + AT_PLAN + 112, b);
+    store_u32(shared + AT_PLAN + 116, upto - tiles);
   }
 }
 
@@ -95,8 +95,8 @@ DEVICE Piece plan_piece(const Arguments& a, u32 shared, int worker) {
       }
     }
     __syncthreads();
-    p.b = load_u32(shared + AT_PLAN + 64);
-    p.base = load_u32(shared + AT_PLAN + 68);
+    p.b = load_u32(shared + AT_PLAN + 112);
+    p.base = load_u32(shared + AT_PLAN + 116);
     p.piece = piece;
     p.worker = worker;
     p.total = total;

@@ -14,12 +14,18 @@
 // so the values need no scaling by e. 30 centres what fp32 can hold: rows of any exponent up to 216 can be mixed with rows of zeros.
 //
 // The reference m is one for the whole block and rises only where a score exceeds it by 8 (P is f16, exact to 2^8 times that), so
-// nearly always a tile needs no maximum over its keys. It is handed from tile to tile, from group to group, in order.
+// nearly always a tile needs no maximum over its keys. With several groups it is handed from tile to tile, from group to group, in order.
+//
+// SCORE_SUMS: fp8 wgmma keeps about 14 bits of a running sum, so 512 / SCORE_SUMS latent values have one of their own, and these are added
+// in fp32. A sum is read once all products of the next are under way, so it is hardly waited for.
 #pragma once
 #include "query.cuh"
 #include "schedule.cuh"
 
 constexpr float HEADROOM = 8.f;
+constexpr int SUM_SLICES = 16 / SCORE_SUMS;            // products of 32 values in a sum
+constexpr int SUMS_AT_ONCE = SCORE_SUMS > 1 ? 2 : 1;  // they take turns
+constexpr int PRODUCTS_AHEAD = SUM_SLICES < 3 ? SUM_SLICES : 3;
 constexpr float DENOMINATOR_SHIFT = 30.f;
 constexpr int EXPANSION = 13;  // e5m2 numbers are the values times 2^13: a deficit of 26 still leaves 0.5 a normal number
 
@@ -51,15 +57,11 @@ DEVICE int fetched_token(const Arguments& a, int tile, int warp) {
   return tile * KEYS + 16 * warp + (a.whole_slots ? 0 : lane_index() & 15);
 }
 
-DEVICE int page_of_token(const Arguments& a, int token) {
-  return a.page_shift >= 0 ? token >> a.page_shift : token / a.page_size;
-}
-
 // The page id for a fetch, asked for a tile earlier. Never past the sequence's last key.
 DEVICE int page_id(const Arguments& a, const Segment& s, int tile, int warp) {
   const int token = fetched_token(a, tile, warp);
   if (a.kind == CONTIGUOUS || token >= s.kv_len) return 0;
-  return a.ids[s.first_id + page_of_token(a, token)];
+  return a.ids[s.first_id + a.by_page_size(token)];
 }
 
 // Start copying this warp's rows of a tile. Rows past the end are not read, and keep what they held.
@@ -70,7 +72,7 @@ DEVICE void fetch_rows(const Arguments& a, const Segment& s, int tile, int warp,
   if (a.kind == CONTIGUOUS)
     from += (s.first_id + token) * a.token_stride;
   else
-    from += id * a.page_stride + (token - page_of_token(a, token) * a.page_size) * a.token_stride;
+    from += id * a.page_stride + (token - a.by_page_size(token) * a.page_size) * a.token_stride;
   if (lane == 0) barrier_arrive_expecting(arrived, rows * ROW_BYTES);
   if (a.whole_slots) {
     if (lane == 0 && rows > 0) copy_to_shared(slot, from, rows * ROW_BYTES, arrived);
@@ -110,8 +112,10 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
   for (;;) {
     if (s.rows > 0) {
       if (!converted) {
+        QueryRows<SCORERS / 32> rows;
+        rows.load(a, s, row_tile, warp_index());
         sync_threads(SCORING, SCORERS);  // every group is done with the last query
-        convert_query(a, s, shared, row_tile, warp_index(), SCORERS / 32);
+        rows.convert(a, s, shared, row_tile, warp_index());
         sync_threads(SCORING, SCORERS);
       }
       converted = false;
@@ -149,12 +153,22 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
         for (int h = 0; h < 2; h++) {
           rope_words[h] = load_u32x2(row + h * 8 * ROW_BYTES + LATENT / 2 + q * 8);
           heads[h] = load_u32(row + h * 8 * ROW_BYTES + DEFICITS_AT + 16);
+        }
+        if (i * KEYS + KEYS > s.kv_len) {
           // A row past the end holds anything: with deficit 0 every code stands for something finite, and its probability is 0.
-          if (i * KEYS + 16 * warp + g + 8 * h >= s.kv_len) deficits[h] = heads[h] = 0;
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+            if (i * KEYS + 16 * warp + g + 8 * h >= s.kv_len) deficits[h] = heads[h] = 0;
         }
         barrier_wait(shared + STAGE_EMPTY + 8 * stage, (n / STAGES & 1) ^ 1);
 
-        float latent[16], rope[16];  // products with hi, then with lo: [2 of 8 rows][2 keys][2 rows]
+        // products with hi, then with lo: [2 of 8 rows][2 keys][2 rows]
+        float latent[SUMS_AT_ONCE][16], rope[16], together[8];
+        const auto add_sum = [&](int i) {
+          const float* x = latent[i % SUMS_AT_ONCE];
+#pragma unroll
+          for (int k = 0; k < 8; k++) together[k] = fmaf(x[8 + k], 0.0625f, i == 0 ? x[k] : together[k] + x[k]);
+        };
         const u32 to = value_at + stage * V_BYTES;
 #pragma unroll
         for (int p = 0; p < 4; p++) {
@@ -177,9 +191,11 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
               store_u32((to ^ (j * 32 + 16)) + p * V_PANEL + h * 8 * 128, x[2 + h]);
             }
             products_begin();
-            multiply_scores(latent, x, query + ((p * Q_PANEL + j * 32) >> 4), (p | j) != 0);
+            const int slice = 4 * p + j, at = slice / SUM_SLICES;
+            multiply_scores(latent[at % SUMS_AT_ONCE], x, query + ((p * Q_PANEL + j * 32) >> 4), slice % SUM_SLICES != 0);
             products_commit();
-            products_wait<3>();
+            products_wait<PRODUCTS_AHEAD>();
+            if (at > 0 && slice % SUM_SLICES == SUM_SLICES - 1) add_sum(at - 1);  // what is under way belongs to sum `at`
           }
         }
         {
@@ -214,13 +230,13 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
           load_front();
         }
         products_wait<0>();
+        add_sum(SCORE_SUMS - 1);
 
         float score[8], v[8];  // [2 of 8 rows][2 keys][2 rows]
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           const int h = k >> 1 & 1, j = (k >> 2) * 2 + (k & 1);
-          const float x = fmaf(latent[8 + k], 0.0625f, latent[k]) * scale[0][j];
-          score[k] = cap_score(a, fmaf(fmaf(rope[8 + k], 0.0625f, rope[k]), scale[1][j], x) * factor[h]);
+          score[k] = cap_score(a, fmaf(fmaf(rope[8 + k], 0.0625f, rope[k]), scale[1][j], together[k] * scale[0][j]) * factor[h]);
         }
 #pragma unroll
         for (int k = 0; k < 8; k++) v[k] = score[k] + e[k >> 1 & 1];
@@ -236,9 +252,9 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
         for (int j = 0; j < 4; j++) top[j] = fmaxf(v[(j >> 1) * 4 + (j & 1)], v[(j >> 1) * 4 + 2 + (j & 1)]);
 
         // In order of tiles: the reference so far, and whether this tile raises it.
-        if (i > s.lo) sync_threads(TURN + group, 256);
-        float now[4];
-        {
+        float now[4] = {m[0], m[1], m[2], m[3]};
+        if (GROUPS > 1) {
+          if (i > s.lo) sync_threads(TURN + group, 256);
           const float2 low = load_f32x2(shared + AT_REFERENCE + 8 * q), high = load_f32x2(shared + AT_REFERENCE + 32 + 8 * q);
           now[0] = low.x, now[1] = low.y, now[2] = high.x, now[3] = high.y;
         }
@@ -270,18 +286,20 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
             now[j] = raised;
           }
           if (warp == 0 && g == 0) {
-            store_f32x2(shared + AT_REFERENCE + 8 * q, now[0], now[1]);
-            store_f32x2(shared + AT_REFERENCE + 32 + 8 * q, now[2], now[3]);
+            if (GROUPS > 1) {
+              store_f32x2(shared + AT_REFERENCE + 8 * q, now[0], now[1]);
+              store_f32x2(shared + AT_REFERENCE + 32 + 8 * q, now[2], now[3]);
+            }
             store_f32x2(shared + AT_RESCALE + stage * 64 + 8 * q, down[0], down[1]);
             store_f32x2(shared + AT_RESCALE + stage * 64 + 32 + 8 * q, down[2], down[3]);
           }
         }
-        if (i + 1 < s.hi) arrive_threads(TURN + (group + 1) % GROUPS, 256);
+        if (GROUPS > 1 && i + 1 < s.hi) arrive_threads(TURN + (group + 1) % GROUPS, 256);
         if (warp == 0 && lane == 0) store_u32(shared + AT_FLAGS + 4 * stage, raise);
 
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          if (now[j] != m[j]) sum[j] *= exp2_fast(m[j] - now[j]);
+          if ((GROUPS > 1 || raise) && now[j] != m[j]) sum[j] *= exp2_fast(m[j] - now[j]);
           m[j] = now[j];
           const int k = (j >> 1) * 4 + (j & 1);
           const float below = m[j] + DENOMINATOR_SHIFT;
@@ -290,7 +308,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
           v[k + 2] = exp2_fast(v[k + 2] - m[j]);
         }
         store_matrices_transposed(probability_at + stage * P_BYTES, pack_f16(v[0], v[1]), pack_f16(v[2], v[3]), pack_f16(v[4], v[5]), pack_f16(v[6], v[7]));
-        fence_async_proxy();
+        if (!WARP_PRODUCTS) fence_async_proxy();  // wgmma reads probabilities
         __syncwarp();
         if (lane == 0) barrier_arrive(shared + STAGE_FULL + 8 * stage);
       }

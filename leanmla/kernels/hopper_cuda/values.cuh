@@ -9,21 +9,61 @@
 #pragma once
 #include "reduction.cuh"
 
+//
+// WARP_PRODUCTS: mma.sync instead of wgmma, with the same registers: each warp has its own 128 values anyway, so wgmma only adds waiting for
+// groups of products. The probabilities of a tile are then loaded into registers once, and four sums at a time take turns.
+
+DEVICE void rescale_sums(float (&sum)[8][8], u32 shared, int stage, int lane) {
+  if (!load_u32(shared + AT_FLAGS + 4 * stage)) return;
+  const u32 at = shared + AT_RESCALE + stage * 64 + 8 * (lane & 3);
+  const float2 low = load_f32x2(at), high = load_f32x2(at + 32);
+#pragma unroll
+  for (int t = 0; t < 8; t++) {
+    sum[t][0] *= low.x, sum[t][1] *= low.y, sum[t][2] *= low.x, sum[t][3] *= low.y;
+    sum[t][4] *= high.x, sum[t][5] *= high.y, sum[t][6] *= high.x, sum[t][7] *= high.y;
+  }
+}
+
+// 16 keys of a chunk, from what a transposed load brings for them: [16 values, 16 keys] f16
+DEVICE void to_operand(u32 (&x)[4], const u32* pair) {
+  x[0] = permute(pair[0], 0, 0x2404), x[1] = pair[0] & 0xFF00FF00u;
+  x[2] = permute(pair[1], 0, 0x2404), x[3] = pair[1] & 0xFF00FF00u;
+}
+
+DEVICE void add_tile_by_warp(float (&sum)[8][8], u32 shared, int stage, int warp, int lane) {
+  const u32 row = lane & 7, values = shared + AT_V + stage * V_BYTES + warp * V_PANEL + lane * 128;
+  const u32 probability_row = shared + AT_P + stage * P_BYTES + (row + (lane >> 4) * 8) * 128;
+  u32 p[4][4], pairs[2][2][4];  // [this step and the next][2 chunks]
+  // step i: chunks 2 (i / 2) and the next, keys 32 (i % 2) on
+  const auto load_step = [&](int i) {
+#pragma unroll
+    for (int c = 0; c < 2; c++) load_matrices_transposed(pairs[i & 1][c], values + (i & 1) * 32 * 128 + ((((i & ~1) + c) ^ row) << 4));
+  };
+#pragma unroll
+  for (int k = 0; k < 4; k++) load_matrices(p[k], probability_row + (((2 * k + ((lane >> 3) & 1)) ^ row) << 4));
+  load_step(0);
+  rescale_sums(sum, shared, stage, lane);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    if (i < 7) load_step(i + 1);
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        u32 x[4];
+        to_operand(x, pairs[i & 1][c] + 2 * k);
+        multiply_by_warp(sum[(i & ~1) + c], x, p[2 * (i & 1) + k]);
+      }
+  }
+}
+
 DEVICE void add_tile(float (&sum)[8][8], u32 shared, int stage, int warp, int lane) {
   const u32 values = shared + AT_V + stage * V_BYTES + warp * V_PANEL + lane * 128, row = lane & 7;
   const u64 probabilities = descriptor(shared + AT_P, 8 * 128, Swizzle::B128) + stage * (P_BYTES >> 4);
   u32 pairs[2][8];  // of this chunk and the next: keys 0..31, then 32..63
   load_matrices_transposed(pairs[0], values + (row << 4));
   load_matrices_transposed(pairs[0] + 4, values + 32 * 128 + (row << 4));
-  if (load_u32(shared + AT_FLAGS + 4 * stage)) {
-    const u32 at = shared + AT_RESCALE + stage * 64 + 8 * (lane & 3);
-    const float2 low = load_f32x2(at), high = load_f32x2(at + 32);
-#pragma unroll
-    for (int t = 0; t < 8; t++) {
-      sum[t][0] *= low.x, sum[t][1] *= low.y, sum[t][2] *= low.x, sum[t][3] *= low.y;
-      sum[t][4] *= high.x, sum[t][5] *= high.y, sum[t][6] *= high.x, sum[t][7] *= high.y;
-    }
-  }
+  rescale_sums(sum, shared, stage, lane);
 #pragma unroll
   for (int t = 0; t < 8; t++) {
     if (t < 7) {
@@ -32,11 +72,7 @@ DEVICE void add_tile(float (&sum)[8][8], u32 shared, int stage, int warp, int la
     }
     u32 x[4][4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const u32* pair = pairs[t & 1] + 2 * k;
-      x[k][0] = permute(pair[0], 0, 0x2404), x[k][1] = pair[0] & 0xFF00FF00u;
-      x[k][2] = permute(pair[1], 0, 0x2404), x[k][3] = pair[1] & 0xFF00FF00u;
-    }
+    for (int k = 0; k < 4; k++) to_operand(x[k], pairs[t & 1] + 2 * k);
     products_begin();
 #pragma unroll
     for (int k = 0; k < 4; k++) multiply_values(sum[t], x[k], probabilities + 2 * k);
@@ -60,7 +96,10 @@ DEVICE void sum_segments(const Arguments& a, const Piece& piece, u32 shared, int
 #pragma unroll 1
       for (int i = s.lo; i < s.hi; i++, n++) {
         barrier_wait(shared + STAGE_FULL + 8 * (n % STAGES), n / STAGES & 1);
-        add_tile(sum, shared, n % STAGES, warp, lane);
+        if constexpr (WARP_PRODUCTS)
+          add_tile_by_warp(sum, shared, n % STAGES, warp, lane);
+        else
+          add_tile(sum, shared, n % STAGES, warp, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared + STAGE_EMPTY + 8 * (n % STAGES));
       }

@@ -64,10 +64,12 @@ void resume(Fiber* fiber) {
 }  // namespace
 
 // null, or what went wrong
-extern "C" const char* emulate(const Arguments* a, u32 blocks_of_grid, u32 at_once, u32 seed) {
+extern "C" const char* emulate(const Arguments* a, u32 blocks_of_grid, u32 at_once, u32 seed, int bits, int q_is_fp16, int has_cap) {
   arguments = a;
   grid = blocks_of_grid;
   random_state = seed;
+  sum_bits = bits;
+  fp16 = q_is_fp16, cap = has_cap;
   trouble = nullptr;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;

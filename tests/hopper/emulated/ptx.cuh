@@ -2,8 +2,8 @@
 //
 // Modelled: every thread's own flow, warp and warp-group collectives, named barriers, mbarriers with transaction counts, bulk copies that
 // arrive late and in any order, shared memory full of NaN at the start, wgmma with its register layouts and swizzled descriptors, and
-// blocks that run side by side. A block that cannot go on is reported. Not modelled: memory ordering and proxies, wgmma's own
-// asynchrony, the 14 bits in which fp8 products are summed, setmaxnreg, time.
+// blocks that run side by side, and on request the 14 bits in which fp8 wgmma sums. A block that cannot go on is reported. Not modelled:
+// memory ordering and proxies, wgmma's own asynchrony, setmaxnreg, time.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -53,7 +53,7 @@ struct Meeting {  // of a fixed set of threads, over and over
 struct Collective : Meeting {  // of a warp or a warp group: what each member brings
   u64 in[128], out[128];
   float* d[128];
-  const u32* a[128];
+  const u32 *a[128], *b[128];
 };
 
 struct Copy { u32 to; const u8* from; u32 bytes, barrier; };
@@ -82,6 +82,8 @@ inline jmp_buf scheduler;
 inline u64 progress = 0;
 inline u32 grid = 0, random_state = 1;
 inline const char* trouble = nullptr;
+inline bool fp16 = false, cap = false;  // the variant, which is fixed when a GPU's code is compiled
+inline int sum_bits = 0;  // of fp8 products: terms are cut to so many bits of the largest; 0: exact
 
 inline u32 random() {
   random_state = random_state * 1664525u + 1013904223u;
@@ -168,13 +170,19 @@ inline u16 bf16_bits(float x) {
 }
 inline u8 e4m3_bits(float x) {
   if (std::isnan(x)) return 0x7F;
-  u8 best = 0;
-  float distance = INFINITY;
-  for (int i = 0; i < 127; i++) {
-    const float d = fabsf(e4m3((u8)i) - fminf(fabsf(x), 448.f));
-    if (d < distance || (d == distance && i % 2 == 0)) best = (u8)i, distance = d;
-  }
-  return best | (std::signbit(x) ? 128 : 0);
+  const float a = fminf(fabsf(x), 448.f);
+  const int e = a < 0x1p-6f ? -6 : ilogbf(a);
+  const int m = (int)nearbyintf(ldexpf(a, 3 - e));  // 8 .. 16, or less below the normal numbers
+  return (u8)((e + 6) * 8 + m) | (std::signbit(x) ? 128 : 0);
+}
+inline float cut_sum(const float* x, const float* y, int count, float start) {
+  float largest = fabsf(start);
+  for (int k = 0; k < count; k++) largest = fmaxf(largest, fabsf(x[k] * y[k]));
+  if (!(largest > 0 && largest < INFINITY)) return start;
+  const double unit = ldexp(1.0, ilogbf(largest) + 1 - sum_bits);
+  double sum = trunc(start / unit);
+  for (int k = 0; k < count; k++) sum += trunc((double)x[k] * y[k] / unit);
+  return (float)(sum * unit);
 }
 // byte `k_byte` of row n of a K-major operand
 inline u8 operand_byte(u64 descriptor, int n, int k_byte) {
@@ -210,6 +218,10 @@ template <int N, bool FP8> void multiply(float* d, const u32* a, u64 b, bool add
       for (int r = 0; r < N / 2; r++) {
         const int row = 16 * w + g + 8 * (r >> 1 & 1), column = r / 4 * 8 + 2 * q + (r & 1);
         double sum = add ? group.d[t][r] : 0;
+        if (FP8 && sum_bits) {
+          group.d[t][r] = cut_sum(x[row], y[column], K, (float)sum);
+          continue;
+        }
         for (int k = 0; k < K; k++) sum += (double)x[row][k] * y[column][k];
         group.d[t][r] = (float)sum;
       }
@@ -259,6 +271,14 @@ inline void load_matrices_transposed(u32* r, u32 at) {
   emulator::meet(w, 32, [] {});
   for (int m = 0; m < 4; m++)  // lane l gets column l / 4 of rows 2 (l % 4) and the next
     r[m] = emulator::read<u16>((u32)w.in[8 * m + 2 * (l % 4)] + 2 * (l / 4)) | (u32)emulator::read<u16>((u32)w.in[8 * m + 2 * (l % 4) + 1] + 2 * (l / 4)) << 16;
+  emulator::meet(w, 32, [] {});
+}
+inline void load_matrices(u32* r, u32 at) {
+  emulator::Collective& w = emulator::warp();
+  const u32 l = emulator::lane();
+  w.in[l] = at;
+  emulator::meet(w, 32, [] {});
+  for (int m = 0; m < 4; m++) r[m] = emulator::read<u32>((u32)w.in[8 * m + l / 4] + 4 * (l % 4));
   emulator::meet(w, 32, [] {});
 }
 inline void store_matrices_transposed(u32 at, u32 r0, u32 r1, u32 r2, u32 r3) {
@@ -350,6 +370,27 @@ inline void products_commit() {}
 template <int N> void products_wait() {}
 inline void multiply_scores(float* d, const u32* a, u64 b, bool add) { emulator::multiply<32, true>(d, a, b, add); }
 inline void multiply_values(float* d, const u32* a, u64 b) { emulator::multiply<16, false>(d, a, b, true); }
-template <int> void take_registers() {}
-template <int> void give_registers() {}
+inline void multiply_by_warp(float* d, const u32* a, const u32* b) {
+  emulator::Collective& w = emulator::warp();
+  const u32 l = emulator::lane();
+  w.d[l] = d;
+  w.a[l] = a;
+  w.b[l] = b;
+  emulator::meet(w, 32, [&] {
+    float x[16][16], y[16][16];
+    for (int t = 0; t < 32; t++)
+      for (int r = 0; r < 4; r++)
+        for (int i = 0; i < 2; i++) {
+          x[t / 4 + 8 * (r & 1)][8 * (r >> 1) + 2 * (t % 4) + i] = emulator::f16((u16)(w.a[t][r] >> 16 * i));
+          y[t / 4 + 8 * (r >> 1)][8 * (r & 1) + 2 * (t % 4) + i] = emulator::f16((u16)(w.b[t][r] >> 16 * i));
+        }
+    for (int t = 0; t < 32; t++)
+      for (int r = 0; r < 8; r++) {
+        const int row = t / 4 + 8 * (r >> 1 & 1), column = r / 4 * 8 + 2 * (t % 4) + (r & 1);
+        double sum = w.d[t][r];
+        for (int k = 0; k < 16; k++) sum += (double)x[row][k] * y[column][k];
+        w.d[t][r] = (float)sum;
+      }
+  });
+}
 template <int, int> void set_registers() {}
