@@ -337,7 +337,7 @@ def test_bad_targets_are_refused_before_any_work(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, a folder that takes no files from anyone")
 def test_a_folder_that_takes_no_files_is_refused_before_any_work(tmp_path, capsys):
-    for argv in (("explain", "--device", "cpu", "--plot", "/proc/a.svg"), ("bench", "--device", "cpu", "--plot", "/proc"),
+    for argv in (("explain", "--device", "cpu", "--plot", "/proc/a.svg"), ("bench", "--device", "cpu", "--cases", "1x64", "--formats", "bf16", "--seconds", "0.01", "--peers", "none", "--plot", "/proc"),
                  ("accuracy", "--plot", "/proc/a.svg"), ("report", "none.json", "-o", "/proc/a.html")):  # fmt: skip
         if HAVE_MATPLOTLIB or argv[0] == "report":
             assert main(argv) == 2
