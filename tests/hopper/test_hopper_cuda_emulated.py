@@ -90,18 +90,12 @@ def check(case: DecodeCase) -> None:
     assert bool(((lse.double() - want_lse)[seen].abs() <= bound).all())
 
 
+#: Beside the case grid.
 CASES = [
-    DecodeCase((64,)),
-    DecodeCase((200, 131)),
     DecodeCase((17, 130, 64, 0), q_lens=3),
     DecodeCase((700, 5)),
     DecodeCase((1, 2, 33, 64), num_kv_splits=3),
-    DecodeCase((500, 0, 65), split_size=128),
-    DecodeCase((100, 33, 257), page_size=5, table="csr"),
-    DecodeCase((100, 33, 257), page_size=1, table="csr"),
-    DecodeCase((300, 77), table="contiguous"),
     DecodeCase((150, 9, 64, 31), q_lens=(3, 0, 1, 7), table="csr", num_heads=5),
-    DecodeCase((200, 77), logit_cap=2.0, q_lens=2, q_std=8.0),
     DecodeCase((200, 77), q_dtype="fp16", strided=True),
     DecodeCase((200, 50), logit_shift=1000.0, num_kv_splits=2),
 ]
