@@ -104,7 +104,8 @@ def test_run(capsys, tmp_path):
     assert_fits(out)
     assert document["schema"] == "leanmla-run/1" and document["ok"]
     by_format = {r["format"]: r for r in document["results"]}
-    assert len(by_format) == 4
+    assert len(by_format) == 5
+    assert by_format["mxfp4_row320"]["quantisation_error"] == pytest.approx(by_format["mxfp4"]["quantisation_error"], rel=1e-6)
     assert by_format["bf16"]["quantisation_error"] == 0
     assert 0.005 < by_format["fp8"]["quantisation_error"] < 0.06 < by_format["mxfp4"]["quantisation_error"] < 0.3
     assert all(r["relative_error"] < 3e-3 and r["time_us"] > 0 for r in document["results"])
