@@ -64,6 +64,13 @@ def run(inputs, **changes):
     return leanmla.mla_decode(inputs.q, inputs.cache, inputs.table, return_lse=True, backend="hopper_cuda", **options)
 
 
+@pytest.fixture(params=ARRANGEMENTS)
+def arrangement(request):
+    """Every arrangement of the kernel in turn; the one that is in use is DEFAULT."""
+    with launch_configs.using(request.param) as chosen:
+        yield chosen
+
+
 def same_bits(a, b) -> bool:
     return torch.equal(a[0].view(torch.int16), b[0].view(torch.int16)) and torch.equal(
         a[1].view(torch.int32), b[1].view(torch.int32)
@@ -93,15 +100,18 @@ def test_grid(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [case.replace(format=FORMAT) for case in MORE + SHAPES], ids=lambda c: c.id)
 @pytest.mark.parametrize("name", [name for name in ARRANGEMENTS if name != DEFAULT])
 def test_other_arrangements(name, case):
-    if (case.split_size or 64) % 64:
-        pytest.skip("split sizes are multiples of 64 here")
-    if case.q_std >= 100 and ARRANGEMENTS[name].score_sums == 1:
-        pytest.skip("14 bits of a running sum of 512 products")
+    """The whole grid is for the one in use."""
     with launch_configs.using(name):
         check(case)
+
+
+@pytest.mark.parametrize("name", [name for name, a in ARRANGEMENTS.items() if a.score_sums > 1 and name != DEFAULT])
+def test_large_logits(name):
+    with launch_configs.using(name):
+        check(DecodeCase((300,), q_std=100.0, format=FORMAT))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.strided], ids=lambda c: c.id)
@@ -114,7 +124,7 @@ def test_given_out(case):
     assert torch.equal(out, want)
 
 
-def test_odd_strides_of_q_and_out():
+def test_odd_strides_of_q_and_out(arrangement):
     inputs = make_inputs(DecodeCase((200, 77), q_lens=2, format=FORMAT), device="cuda")
     want, _ = run(inputs)
     rows, heads = inputs.q.shape[:2]
@@ -126,7 +136,7 @@ def test_odd_strides_of_q_and_out():
     assert torch.equal(got, want)
 
 
-def test_a_row_alone_equals_the_row_in_a_batch():
+def test_a_row_alone_equals_the_row_in_a_batch(arrangement):
     case = DecodeCase((1000, 700, 3, 1500), split_size=256, format=FORMAT)
     inputs = make_inputs(case, device="cuda")
     whole = run(inputs)
@@ -146,7 +156,7 @@ def test_a_row_alone_equals_the_row_in_a_batch():
         assert same_bits(alone, (whole[0][b : b + 1], whole[1][b : b + 1]))
 
 
-def test_nan_that_is_read_stays_nan():
+def test_nan_that_is_read_stays_nan(arrangement):
     inputs = make_inputs(DecodeCase((300, 200, 90), q_lens=3, format=FORMAT), device="cuda")
     clean = run(inputs)
     # A NaN block in the last key of sequence 0 is seen by its last row alone, one in the middle of sequence 1 by all three.
@@ -162,7 +172,7 @@ def test_nan_that_is_read_stays_nan():
     assert torch.equal(out[~expected], clean[0][~expected])
 
 
-def test_rows_of_very_different_exponents():
+def test_rows_of_very_different_exponents(arrangement):
     # Zeros, tiny and huge tokens in one sequence: the weight of a token of zeros must not drown in the others' exponents.
     cache = LatentCache.allocate(4, 64, format=FORMAT, device="cuda")
     latent = torch.randn(256, 576, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
@@ -180,13 +190,7 @@ def test_rows_of_very_different_exponents():
     assert (lse.double() - want_lse).abs().max() <= FP8_LSE
 
 
-@pytest.mark.parametrize("name", ARRANGEMENTS)
-def test_one_graph_serves_changing_lengths(name):
-    with launch_configs.using(name):
-        graph_of_changing_lengths()
-
-
-def graph_of_changing_lengths():
+def test_one_graph_serves_changing_lengths(arrangement):
     capacity, batch, heads = 2048, 6, 16
     generator = torch.Generator("cuda").manual_seed(7)
     pages = capacity // 64 * batch
@@ -212,7 +216,7 @@ def graph_of_changing_lengths():
         assert torch.equal(out, eager), now
 
 
-def test_repeats_at_full_occupancy():
+def test_repeats_at_full_occupancy(arrangement):
     inputs = make_inputs(DecodeCase((4096,) * 64, format=FORMAT, table="csr"), device="cuda")
     first = run(inputs)
     for _ in range(20):
