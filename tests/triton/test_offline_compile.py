@@ -25,9 +25,9 @@ def problem(fmt: str, **changes) -> DecodeProblem:
     return base.replace(**changes)
 
 
-#: Bytes of stack a thread, that is of spilled registers, that Triton 3.6's ptxas may use (mxfp4: 23 loads in a loop of 1700
-#: instructions).
-SM_90_STACK = {"bf16": 0, "fp8": 0, "mxfp4": 200, "fp8_tile128": 32}
+#: Bytes of stack a thread, that is of spilled registers, that Triton 3.6's ptxas may use, where it is not zero. fp8_tile128 holds
+#: its queries in 144 registers; with several query tokens the pass that repairs NaN takes most of it (docs/measured.md).
+SM_90_STACK = {("fp8_tile128", 1): 24, ("fp8_tile128", 32): 96, ("fp8_tile128", 64): 96, ("mxfp4", 32): 216, ("mxfp4", 64): 816}
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -55,7 +55,7 @@ def test_sm_90(fmt):
     if OLD_TRITON:
         registers, stack = machine_code.registers_and_stack(cubin)
         assert registers * 32 * kernel.config.num_warps * kernel.config.blocks_per_sm <= 65536
-        assert stack <= SM_90_STACK[fmt]
+        assert stack <= SM_90_STACK.get((fmt, 1), 0)
 
 
 @pytest.mark.parametrize("rows", (32, 64))
@@ -66,8 +66,8 @@ def test_sm_90_with_several_query_tokens(fmt, rows):
     kernel = build_decode(problem(fmt, total_q=total_q, max_q_len=q_len, ragged_q=True, table_kind="csr"), TARGETS["sm_90"])
     assert not machine_code.broken_descriptors(machine_code.sass(kernel.compiled.asm["cubin"]))
     assert kernel.shared_memory <= TARGETS["sm_90"].shared_memory
-    if OLD_TRITON and fmt in ("bf16", "fp8"):
-        assert machine_code.registers_and_stack(kernel.compiled.asm["cubin"])[1] == 0
+    if OLD_TRITON:
+        assert machine_code.registers_and_stack(kernel.compiled.asm["cubin"])[1] <= SM_90_STACK.get((fmt, rows), 0)
 
 
 @pytest.mark.parametrize("kind", ("csr", "contiguous"))

@@ -41,7 +41,8 @@ _FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 INLINE_BATCH = 32
 
 #: For ptxas: how hard to keep register use down. At its default of 5 it hoists every matrix descriptor of the loop and
-#: spills them, 700 bytes a thread in some kernels; at 0 it recomputes them in uniform registers.
+#: spills them, 700 bytes a thread in some kernels; at 0 it recomputes them in uniform registers, where the tile compiler did not
+#: hoist them already (see ``TritonConfig.hoist``).
 _PTXAS = "-regUsageLevel=0"
 
 #: Launch the combine kernel while the decode kernel drains (sm_90): saves about 1 us of launch latency.
@@ -138,6 +139,7 @@ def decode_constants(
         "GRANULARITY": config.block_kv,
         "BLOCKS_PER_SM": config.blocks_per_sm,
         "SWAPPED": config.swapped,
+        "HOIST": config.hoist or not config.swapped,
         "RAW_TILES": config.raw_tiles or problem.format == "bf16",
         "ISA": 0 if device.kind != "cuda" else (89 if device.sm >= 89 else 80),
         "PDL": _plan_kind(problem) == "table" and _overlaps(device),

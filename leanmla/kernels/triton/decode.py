@@ -347,7 +347,7 @@ def decoded_pass(
     FORMAT: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, TABLE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILE_IN_PAGE: tl.constexpr, CAPPED: tl.constexpr, SPLIT_Q: tl.constexpr,
     STRIDE_TOKEN: tl.constexpr, STRIDE_SCALE: tl.constexpr, PTX: tl.constexpr, SWAPPED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    HOIST: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """All keys of a range by tiles that are decoded into shared memory: (output parts, reference [R], sum of P [R]).
 
@@ -371,7 +371,7 @@ def decoded_pass(
     # The rope part serves one product and stays outside: a register operand. (In shared memory its space would be
     # reused for P, and ptxas 12.8 then takes the upper half of P's matrix descriptors from an undefined register.)
     one = tl.minimum(tl.maximum(batch, 1), 1)
-    for n in tl.range(start, end, BN, num_stages=1):
+    for n in tl.range(start, end, BN, num_stages=1, disable_licm=not HOIST):
         if TILE_IN_PAGE and n + BN > end:
             # The rest of the page is not ours, and weight 0 does not hide a NaN.
             raw = hide_rows(raw, n + tl.arange(0, BN) < end)
@@ -380,7 +380,7 @@ def decoded_pass(
         if CAREFUL:
             sound = finite_rows(k)
             k = hide_rows(k, sound)
-        for i in tl.range(0, one, num_stages=1):
+        for i in tl.range(0, one, num_stages=1, disable_licm=not HOIST):
             # i is 0; with it in the address the loads stay here, behind the stores of the decoded tile, whose
             # registers they take over.
             raw = load_tile(
@@ -476,6 +476,7 @@ def decode_kernel(
     GRANULARITY: tl.constexpr,
     BLOCKS_PER_SM: tl.constexpr,
     SWAPPED: tl.constexpr,  # keys on the M side
+    HOIST: tl.constexpr,  # what does not change in the loop over keys may be computed before it
     RAW_TILES: tl.constexpr,  # shared memory holds keys as stored (always with bf16)
     ISA: tl.constexpr,  # NVIDIA: 80, 89 (converts e4m3), for inline PTX; otherwise 0
     PDL: tl.constexpr,  # launched while the plan kernel still runs: wait for its results
@@ -584,7 +585,7 @@ def decode_kernel(
         sums = zero  # of P, per lane; one exchange at the end
         TILED: tl.constexpr = FORMAT == "fp8_tile128"
         if RAW_TILES:
-            for n in tl.range(start, end, BN, num_stages=NUM_STAGES):
+            for n in tl.range(start, end, BN, num_stages=NUM_STAGES, disable_licm=not HOIST):
                 base, at = token_rows(
                     n, end, pages_ptr, first_slot, stride_page, STRIDE_TOKEN, UNIT, BN, TABLE, PAGE_SIZE, TILE_IN_PAGE
                 )
@@ -646,14 +647,14 @@ def decode_kernel(
             accs, m, l = decoded_pass(
                 data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor,
                 latent_factor, logit_cap, q, qr, q_lo, qr_lo, batch, FORMAT, R, PARTS, BN, UNIT, TABLE, PAGE_SIZE, TILE_IN_PAGE,
-                CAPPED, SPLIT_Q, STRIDE_TOKEN, STRIDE_SCALE, PTX, SWAPPED, False,
+                CAPPED, SPLIT_Q, STRIDE_TOKEN, STRIDE_SCALE, PTX, SWAPPED, HOIST, False,
             )  # fmt: skip
             if MANY_Q and CAUSAL:  # noqa: SIM102
                 if all_finite(accs) == 0:
                     accs, m, l = decoded_pass(
                         data_ptr, scale_ptr, pages_ptr, first_slot, stride_page, stride_scale_page, start, end, bound, factor,
                         latent_factor, logit_cap, q, qr, q_lo, qr_lo, batch, FORMAT, R, PARTS, BN, UNIT, TABLE, PAGE_SIZE,
-                        TILE_IN_PAGE, CAPPED, SPLIT_Q, STRIDE_TOKEN, STRIDE_SCALE, PTX, SWAPPED, True,
+                        TILE_IN_PAGE, CAPPED, SPLIT_Q, STRIDE_TOKEN, STRIDE_SCALE, PTX, SWAPPED, HOIST, True,
                     )  # fmt: skip
 
     # -- results; a row that saw nothing has l = 0

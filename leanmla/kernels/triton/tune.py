@@ -78,7 +78,7 @@ def _microseconds(calls: list, replays: int = 9) -> float:
 
 
 def _name(c: TritonConfig) -> str:
-    order = "swapped" if c.swapped else "straight"
+    order = ("swapped, hoisted" if c.hoist else "swapped") if c.swapped else "straight"
     return f"{c.rows}x{c.block_kv} keys, {c.num_warps} warps, {c.num_stages} stages, {c.blocks_per_sm}/SM, {order}"
 
 
