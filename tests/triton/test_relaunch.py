@@ -126,3 +126,10 @@ def test_calls_without_a_plan_are_remembered(log):
     log.clear()
     mla_decode(*base, sm_scale=0.25, check_contents=False, backend="triton")
     assert log[0][2][decode.decode_kernel.arg_names.index("sm_scale")] == 0.25
+
+
+def test_counts_that_may_be_one_do_not_choose_another_kernel():
+    """A batch of 1 as a constant would undo the decode kernel's loop of one trip, and its operands would spill."""
+    for kernel in (decode.decode_kernel, plan.plan_kernel):
+        free = {p.name for p in kernel.params if p.do_not_specialize}
+        assert free >= {"batch", "num_workers", "split_size"}, kernel.arg_names

@@ -168,7 +168,7 @@ def key_range(kv_len, s, n, split_size, GRANULARITY: tl.constexpr, FIXED_SIZE: t
     return start, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_workers", "split_size"])
 def plan_kernel(
     splits_ptr,  # [batch] int32 out: items of each sequence
     first_ptr,  # [batch] int32 out: number of its first item
