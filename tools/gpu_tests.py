@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seconds", type=float, default=300.0, help="no test begins after this many (default: 300)")
     parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--commit", help="what the record names where this is no repository")
+    parser.add_argument("--commit", help="commit to record for a copy of the tree that is no repository of its own")
     chosen = parser.parse_args(arguments)
     record = run(chosen.tests, chosen.processes, chosen.seconds)
     for test, text in record["bad"].items():

@@ -52,13 +52,13 @@ def environment(where: torch.device | str, known_commit: str | None = None) -> d
     """Everything about machine and software that a result depends on.
 
     Args:
-        known_commit: to record where this runs outside a repository.
+        known_commit: to record instead of what the repository says, for copies of a tree that are no repository or another commit's.
     """
     where = torch.device(where)
     info = device.describe(where)
     facts: dict = {
         "leanmla": __version__,
-        "commit": commit() or known_commit,
+        "commit": known_commit or commit(),
         "python": platform.python_version(),
         "packages": package_versions(),
         "platform": platform.platform(),

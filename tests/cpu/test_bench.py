@@ -221,4 +221,5 @@ def test_geomean():
 def test_environment_names_what_matters():
     facts = environment(CPU)
     assert facts["device"]["kind"] == "cpu" and facts["packages"]["torch"] and facts["python"]
+    assert environment(CPU, "abc1234")["commit"] == "abc1234"  # a copy's own repository may be at another commit
     json.dumps(facts)
