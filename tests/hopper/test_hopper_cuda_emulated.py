@@ -138,9 +138,16 @@ def test_sums_of_14_bits(emulated):
         assert bool(compare(inputs, out, reference=want)) == right and (error < 1e-2) == right
 
 
+def row_tiles(case: DecodeCase) -> int:
+    """What a case costs here: tiles of 64 keys times tiles of 16 rows."""
+    most = case.q_lens if isinstance(case.q_lens, int) else max(case.q_lens)
+    return sum(max(-(-n // 64), 1) for n in case.kv_lens) * -(-case.num_heads * most // 16)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", case_grid((FORMAT,)), ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [case for case in case_grid((FORMAT,)) if row_tiles(case) <= 64], ids=lambda c: c.id)
 def test_grid(case):
+    """All but the two largest cases, which take a quarter of the time."""
     if (case.split_size or 64) % 64:
         pytest.skip("split sizes are multiples of 64 here")
     check(case)
