@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="sampling time a contender and case (default: 0.15 on a GPU, 1 on a CPU)")
     parser.add_argument("--time-limit", type=float, default=540, metavar="S",
                         help="leave out the cases that no longer fit into S seconds (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--commit", metavar="TEXT", help="commit to record for a copy of the tree that is no repository of its own")
+    parser.add_argument(
+        "--commit", metavar="TEXT", help="commit to record for a copy of the tree that is no repository of its own"
+    )
     parser.add_argument("--compare", metavar="FILE", help="also show time / time in an earlier --json FILE")
     parser.add_argument("--goals", metavar="FILE", help="hold the times against the limits in FILE, pass or miss for each")
     parser.add_argument(
