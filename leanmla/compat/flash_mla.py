@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from ._fp16 import decode_fp16
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
+flash_mla_interface = sys.modules[__name__]  # the original's functions live in a module of this name
 _SCHEDULE_INTS = 8  # width of a row of the original's tile_scheduler_metadata
 _THEIR_NAMES = {
     "data": "k_cache",

@@ -36,13 +36,15 @@ _installed: dict[str, Installed] = {}
 
 
 class Installed:
-    """A stand-in in place. :meth:`uninstall`, or leaving it as a context manager, restores what was there before."""
+    """A stand-in in place. :meth:`uninstall` restores what was there before; so does leaving it as a context manager, unless it was
+    installed before the block."""
 
-    def __init__(self, name: str, module: ModuleType, displaced: dict[str, ModuleType]) -> None:
+    def __init__(self, name: str, module: ModuleType, displaced: dict[str, ModuleType | None]) -> None:
         self.name = name
         self.module = module  #: what ``import name`` now yields
         self._displaced = displaced
         self._active = True
+        self._claims = 1  #: calls of install() that no ``with`` block has given back
 
     def uninstall(self) -> None:
         """Take the stand-in out and put back the modules it displaced. Doing it twice is harmless."""
@@ -52,13 +54,15 @@ class Installed:
         _installed.pop(self.name, None)
         for key in _entries(self.name):
             del sys.modules[key]
-        sys.modules.update(self._displaced)
+        sys.modules.update(self._displaced)  # type: ignore[arg-type]
 
     def __enter__(self) -> ModuleType:
         return self.module
 
     def __exit__(self, *exc: object) -> None:
-        self.uninstall()
+        self._claims -= 1
+        if self._claims <= 0:
+            self.uninstall()
 
     def __repr__(self) -> str:
         return f"<leanmla stand-in for {self.name!r}, {'installed' if self._active else 'uninstalled'}>"
@@ -66,6 +70,17 @@ class Installed:
 
 def _entries(name: str) -> list[str]:
     return [key for key in sys.modules if key == name or key.startswith(name + ".")]
+
+
+def _real(name: str) -> str | None:
+    """Where the real package is, None if it cannot be imported."""
+    if name in sys.modules:
+        module: ModuleType | None = sys.modules[name]
+        if module is None:  # how an import is forbidden
+            return None
+        return getattr(module, "__file__", None) or "imported already"
+    spec = importlib.util.find_spec(name)
+    return None if spec is None else spec.origin or "a folder without __init__.py"
 
 
 def _check_name(name: str) -> None:
@@ -95,15 +110,16 @@ def install(name: str, force: bool = False) -> Installed:
     """
     _check_name(name)
     if name in _installed:
+        _installed[name]._claims += 1
         return _installed[name]
-    if not force and (name in sys.modules or importlib.util.find_spec(name) is not None):
-        where = getattr(sys.modules.get(name), "__file__", None) or getattr(importlib.util.find_spec(name), "origin", None)
+    where = None if force else _real(name)
+    if where is not None:
         raise InvalidArgument(
             f"name: the real {name!r} can be imported here ({where}), so its stand-in stays out. Pass force=True to put it in "
             "front all the same."
         )
     modules = {alias: importlib.import_module(target) for alias, target in _MODULES[name].items()}
-    displaced = {key: sys.modules.pop(key) for key in _entries(name)}
+    displaced: dict[str, ModuleType | None] = {key: sys.modules.pop(key) for key in _entries(name)}
     sys.modules.update(modules)
     handle = _installed[name] = Installed(name, modules[name], displaced)
     return handle

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+import types
 
 import pytest
 
@@ -95,3 +96,31 @@ def test_every_public_function_says_what_differs():
     assert len(functions) >= 13
     for f in functions:
         assert "Differs from the original:" in (f.__doc__ or ""), f.__qualname__
+
+
+def test_a_name_that_is_blocked_or_half_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiter", None)  # how an import is forbidden
+    with compat.install("aiter"):
+        assert importable("aiter.mla")
+    assert sys.modules["aiter"] is None
+    monkeypatch.setitem(sys.modules, "aiter", types.ModuleType("aiter"))  # without a __spec__, which find_spec refuses
+    with pytest.raises(InvalidArgument, match="the real 'aiter' can be imported here .imported already"):
+        compat.install("aiter")
+
+
+def test_every_way_to_import_the_module_in_flash_mla():
+    with compat.install("flash_mla", force=True) as module:
+        import flash_mla.flash_mla_interface
+        import flash_mla.flash_mla_interface as interface
+        from flash_mla import flash_mla_interface
+
+        assert flash_mla.flash_mla_interface is interface is flash_mla_interface
+        assert interface.flash_mla_with_kvcache is module.flash_mla_with_kvcache
+
+
+def test_a_block_inside_a_block_takes_out_nothing():
+    with compat.install("aiter", force=True) as outer:
+        with compat.install("aiter") as inner:
+            assert inner is outer
+        assert sys.modules.get("aiter") is outer
+    assert sys.modules.get("aiter") is not outer

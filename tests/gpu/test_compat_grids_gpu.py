@@ -224,3 +224,18 @@ def test_flashinfer_graph_follows_plans():
         graph.replay()
         plan(plain, lens)
         torch.testing.assert_close(out, run(plain), atol=5e-3, rtol=1e-2)
+
+
+def test_aiter_query_rows_past_the_last_offset_are_left_alone():
+    """A padded query whose row count happens to be batch * max_seqlen_q: lengths 1, 2, 1 in six rows."""
+    g = torch.Generator().manual_seed(5)
+    q = torch.randn(6, 16, 576, generator=g).bfloat16()
+    kv = torch.randn(40, 1, 1, 576, generator=g).bfloat16()
+    qo, pages = torch.tensor([0, 1, 3, 4], dtype=torch.int32), torch.tensor([0, 10, 25, 40], dtype=torch.int32)
+    ids, last = torch.randperm(40, generator=g).int(), torch.ones(3, dtype=torch.int32)
+    want = torch.empty(4, 16, 512, dtype=torch.bfloat16)
+    mla_decode_fwd(q[:4], kv, want, qo, pages, ids, last, 2, sm_scale=SM)
+    out = torch.full((6, 16, 512), 7.0, dtype=torch.bfloat16, device="cuda")
+    mla_decode_fwd(q.cuda(), kv.cuda(), out, qo.cuda(), pages.cuda(), ids.cuda(), last.cuda(), 2, sm_scale=SM)
+    assert (out[4:] == 7).all()
+    torch.testing.assert_close(out[:4].cpu(), want, rtol=2e-2, atol=1e-3)

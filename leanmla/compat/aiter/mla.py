@@ -133,9 +133,8 @@ def mla_decode_fwd(
             if intra_batch_mode:
                 asked = work_info_set.shape[0] // max(1, table.batch)
                 splits = max(1, min(asked, _useful_splits(q, table.batch, max_seqlen_q)))
-        uniform = query.is_cuda and query.shape[0] == table.batch * max_seqlen_q  # only then can every length be the bound
         result = mla_decode(
-            query, cache, table, sm_scale=sm_scale, qo_indptr=None if uniform else qo_indptr, causal=causal, logit_cap=logit_cap,
+            query, cache, table, sm_scale=sm_scale, qo_indptr=qo_indptr, causal=causal, logit_cap=logit_cap,
             out=o, return_lse=return_lse, num_kv_splits=splits, max_q_len=max_seqlen_q,
         )  # fmt: skip
     return None, result[1] if return_lse else None
