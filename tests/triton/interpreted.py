@@ -228,6 +228,8 @@ def run_plan() -> None:
     batches += [torch.randint(0, 2000, (n,), generator=gen).tolist() for n in (1, 13, 30)]
     for i, lens in enumerate(batches):
         for workers, size, per_sm in ((132, None, 1), (7, None, 1), (8, None, 2), (5, 96, 1)):
+            if workers == 132 and i not in (2, 3):  # every item is a program that plans anew: dear to interpret
+                continue
             keys = sum(-(-n // 64) * 64 for n in lens)
             effective = backend.workers_for(workers, per_sm, keys)
             assert per_sm == 1 or effective == (4 if keys < 4096 else 8)

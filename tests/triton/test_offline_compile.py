@@ -1,5 +1,6 @@
 """The Triton kernels compiled without a GPU, and what the machine code must look like."""
 
+import os
 import re
 
 import pytest
@@ -13,6 +14,8 @@ from leanmla.kernels.triton.build import TARGETS, build_combine, build_decode
 from leanmla.problem import DecodeProblem
 
 FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
+#: With LEANMLA_TEST_EVERYTHING=1 every kind of table is compiled for every format, otherwise each for two.
+EVERYTHING = os.environ.get("LEANMLA_TEST_EVERYTHING") == "1"
 OLD_TRITON = tuple(map(int, machine_code.triton.__version__.split(".")[:2])) < (3, 7)
 
 
@@ -70,8 +73,10 @@ def test_sm_90_with_several_query_tokens(fmt, rows):
         assert machine_code.registers_and_stack(kernel.compiled.asm["cubin"])[1] <= SM_90_STACK.get((fmt, rows), 0)
 
 
-@pytest.mark.parametrize("kind", ("csr", "contiguous"))
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("fmt", "kind"),
+    [(f, k) for i, f in enumerate(FORMATS) for j, k in enumerate(("csr", "contiguous")) if EVERYTHING or i % 2 == j],
+)
 def test_shared_memory_suffices_whatever_the_table(fmt, kind):
     """fp16 queries, which take twice the room with bf16 keys, two tokens, pages of one token or none at all."""
     p = problem(fmt, q_dtype="fp16", batch=4, total_q=8, max_q_len=2, ragged_q=True, table_kind=kind, page_size=1)
