@@ -245,7 +245,7 @@ def run_plan() -> None:
             ok = got[: len(expected)].tolist() == expected and bool((got[len(expected) :, 0] >= len(lens)).all())
             bound = len(lens) + (4 * workers if size is None else sum(lens) // size)
             report(f"plan-inline-{i}-w{workers}-s{size}", ok and len(expected) <= bound, f"{got[:4].tolist()} {expected[:4]}")
-            for chunk in (16, pow2):
+            for chunk in sorted({16, pow2}):
                 splits, first = torch.zeros(len(lens), dtype=torch.int32), torch.zeros(len(lens), dtype=torch.int32)
                 items, count = torch.full((len(expected), 2), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
                 plan.plan_kernel[(1,)](
