@@ -23,6 +23,7 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import random
 import sys
 import threading
 import types
@@ -50,10 +51,10 @@ class _Stop(BaseException):
 
 @dataclass(frozen=True)
 class Policy:
-    """order: "first", "last" or "turns" among those that can run; late: copies and products finish as late as they may;
+    """order: "first", "last" or "turns" among those that can run, or a seed; late: copies and products finish as late as they may;
     resident: blocks at a time."""
 
-    order: str = "turns"
+    order: str | int = "turns"
     late: bool = True
     resident: int = 6
 
@@ -565,6 +566,7 @@ class Task:
 
 class Machine:
     def __init__(self, policy):
+        self.random = random.Random(policy.order)
         self.policy, self.tasks, self.current, self.error, self.home = policy, [], None, None, threading.Semaphore(0)
 
     def run(self, grid, function, warps):
@@ -622,6 +624,8 @@ class Machine:
             return able[0]
         if self.policy.order == "last":
             return able[-1]
+        if isinstance(self.policy.order, int):
+            return self.random.choice(able)
         key = (after.block.number, after.role) if after else (-1, "")
         return next((t for t in able if (t.block.number, t.role) > key), able[0])
 

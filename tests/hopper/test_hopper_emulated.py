@@ -98,9 +98,30 @@ MIXED = [
 def test_neither_order_nor_unread_storage_changes_a_bit(case, fmt):
     case = case.replace(format=fmt)
     out, lse = check(case)
-    for policy, poison in zip(POLICIES, (True, False, True, True)):
+    for policy, poison in zip(POLICIES, (True, False, True, True, False)):
         again, lse_again = run(make_inputs(case, poison=poison), policy)
         assert torch.equal(out, again) and torch.equal(lse, lse_again), policy
+
+
+def test_a_sequence_is_merged_together_or_by_the_last_to_arrive(monkeypatch):
+    reduction = emulated("reduction")
+    arrive, roles = reduction._arrive, []
+
+    def seen(*args):
+        roles.append(int(arrive(*args)))
+        return roles[-1]
+
+    monkeypatch.setattr(reduction, "_arrive", seen)
+    case = DecodeCase((190,))
+    out, _ = check(case)
+    assert sorted(roles) == [1, 1, 1]
+    for order in ("first", "last"):  # whoever comes first spins until it gives up
+        roles.clear()
+        assert torch.equal(run(make_inputs(case), Policy(order))[0], out)
+        assert sorted(roles) == [0, 0, 2]
+    roles.clear()
+    assert torch.equal(run(make_inputs(case), Policy(resident=1))[0], out)
+    assert sorted(roles) == [0, 0, 2]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
