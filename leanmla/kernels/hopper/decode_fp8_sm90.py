@@ -444,7 +444,7 @@ def decode_fp8(
     q_ptr, q_stride_token, q_stride_head,  # [total_q, HEADS, 576] bf16 or fp16
     out_ptr, out_stride_token, out_stride_head,  # [total_q, HEADS, 512] like q
     lse_ptr, lse_stride,  # [total_q, HEADS] fp32, if WRITE_LSE
-    part_out_ptr, part_lse_ptr,  # fp32 [slots, ROWS, 512] and [slots, ROWS]
+    part_out_ptr, part_lse_ptr,  # fp32 [slots, 512, ROWS] and [slots, ROWS]
     counter_ptr, counters,  # int32 [4 + 2 * counters], counters >= batch * row tiles, see reduction
     lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch,  # see pages.Pages
     workers, splits, tiles, sm_scale, logit_cap, may_wait,
@@ -476,8 +476,11 @@ def decode_fp8(
         p_lo = p_hi
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(warm, 1)
+    if GATHER:
+        warm = full  # not used; a barrier that nobody waits for would lie under scratch memory
+    else:
+        warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(warm, 1)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), 32 * LOADER_WARPS if GATHER else 1)
         mbarrier.init(empty.index(s), 1)

@@ -114,6 +114,7 @@ class Pages:
     @gluon.jit
     def prefetch_ids(self, worker, workers):
         """Bring the page ids that this worker would need if all sequences were as long to L2; a wrong guess costs nothing."""
+        worker = gl.minimum(worker, workers)  # with fixed splits a worker is a sequence's split, and the product could overflow
         if self.KIND == BLOCK_TABLE:
             at = gl.minimum(worker * self.batch // workers, self.batch - 1).to(gl.int64) * self.ids_stride
         else:
