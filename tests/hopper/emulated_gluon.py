@@ -497,8 +497,10 @@ class Flight:
         self.a, self.b, self.acc, self.use_acc, self.result = a, b, acc, use_acc, None
 
     def resolve(self):
-        a, b = (_float(x.read() if isinstance(x, Shared) else x.data, x.dtype).astype(np.float64) for x in (self.a, self.b))
-        x = (a @ b).astype(np.float32)
+        a, b = (
+            torch.from_numpy(_float(x.read() if isinstance(x, Shared) else x.data, x.dtype)).double() for x in (self.a, self.b)
+        )
+        x = (a @ b).float().numpy()
         if self.use_acc:
             x = x + (self.acc.result if isinstance(self.acc, Flight) else self.acc).data
         self.result = Tensor(x, FLOAT32)

@@ -40,8 +40,11 @@ def emulator(monkeypatch):
 
     monkeypatch.setattr(backend, "make_workspace", poisoned, raising=False)
     monkeypatch.setattr("leanmla.kernels.hopper.backend._unsafe_splits", lambda problem, device: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny products
     with devices.override(SMALL), emulating():
         yield
+    torch.set_num_threads(threads)
 
 
 def run(inputs, policy=None, **changes):
@@ -85,7 +88,8 @@ def test_cases(case, fmt):
 
 #: Opposite orders of partitions, blocks, copies and products. "first" lets a block that waits for its partners run out of patience.
 POLICIES = [
-    Policy("first", late=True, resident=6), Policy("last", late=False, resident=6), Policy("last", late=True, resident=2), Policy("turns", late=False, resident=3),
+    Policy("first", late=True, resident=6), Policy("last", late=False, resident=6), Policy("last", late=True, resident=2),
+    Policy("turns", late=False, resident=3), Policy(1, late=True, resident=4),
 ]  # fmt: skip
 MIXED = [
     DecodeCase((300, 70, 1, 0), q_lens=2, num_heads=6),
