@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", default="all", metavar="NAMES",
                         help="cache formats with commas, or all that have a kernel here (default: %(default)s)")  # fmt: skip
     parser.add_argument("--cases", default="contest", help="contest, or BATCHxKV with commas (default: contest)")
-    parser.add_argument("--time-limit", type=float, default=50, metavar="S",
+    parser.add_argument("--time-limit", type=float, default=40, metavar="S",
                         help="make batches smaller so that it all takes about S seconds (default: %(default)s)")  # fmt: skip
 
 
