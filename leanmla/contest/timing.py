@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns
 
 import torch
 
@@ -14,6 +14,7 @@ from . import utils
 
 __all__ = ["Stats", "geometric_mean", "settled", "summarize", "time_call"]
 
+_Event = torch.cuda.Event  # bound here, before a submission is loaded that could replace it
 _RELATIVE_ERROR = 1e-3  #: of the mean, at which more calls would tell nothing new
 _LEAST_RUNS = 3
 
@@ -52,10 +53,10 @@ def time_call(call: Callable[[], object], device: torch.device) -> tuple[object,
     far as the device waits for it. On a CPU the wall clock counts and nothing is flushed.
     """
     if device.type != "cuda":
-        begin = time.perf_counter_ns()
+        begin = perf_counter_ns()
         result = call()
-        return result, float(time.perf_counter_ns() - begin)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        return result, float(perf_counter_ns() - begin)
+    start, end = _Event(enable_timing=True), _Event(enable_timing=True)
     torch.cuda.synchronize()
     utils.clear_l2_cache()
     start.record()

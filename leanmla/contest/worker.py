@@ -11,11 +11,12 @@ import importlib.util
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import perf_counter
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _FOLLOWS = 0.8  # cosine to the reference below which an output does not follow its inputs; correct 4-bit caches have 0.98
@@ -47,15 +48,23 @@ class Worker:
 
             cpu_as_cuda.enable()
         from .. import compat
-        from . import reference, task, utils
+        from . import reference, task, timing, utils
 
         reference.DEVICE = device
-        sys.modules.update({"task": task, "reference": reference, "utils": utils})
+        # What judges and times is bound before the submission is loaded, which gets copies of its own to do with as it likes.
+        self._reference = SimpleNamespace(
+            **{name: getattr(reference, name) for name in ("generate_input", "ref_kernel", "RTOL", "ATOL")}
+        )
+        self._compare = utils.compare
+        self._timing = SimpleNamespace(**{name: getattr(timing, name) for name in ("settled", "summarize", "time_call")})
+        for module in (task, utils, reference):
+            sys.modules[module.__name__.rpartition(".")[2]] = _copy_of(module)
+        sys.modules["reference"].DEVICE = device  # type: ignore[attr-defined]
         # On a CPU even an installed aiter is of no use: it needs its GPU.
         if device == "cpu" or importlib.util.find_spec("aiter") is None:
             compat.install("aiter", force=True)
         sys.path.insert(0, str(submission.parent))
-        self._torch, self._reference, self._utils = torch, reference, utils
+        self._torch = torch
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
     def _load(self, submission: Path) -> Callable[[Any], Any]:
@@ -83,16 +92,15 @@ class Worker:
 
     def benchmark(self, request: dict[str, Any]) -> dict[str, Any]:
         """A check, then timed calls on the same inputs."""
-        from .timing import settled, summarize, time_call
-
+        settled, summarize, time_call = self._timing.settled, self._timing.summarize, self._timing.time_call
         data = self._reference.generate_input(**request["case"])
         answer, expected = self._checked(data, request)
         durations: list[float] = []
-        begin = time.perf_counter()
+        begin = perf_counter()
         output = None
         while len(durations) < request["max_runs"]:
             self._event("call")
-            output, ns = self._guard(lambda: time_call(lambda: self._kernel(data), self._device))
+            output, ns = self._guard(partial(time_call, partial(self._kernel, _lent(data)), self._device))
             durations.append(ns)
             if settled(durations) or (len(durations) >= 3 and self._over(begin, durations, request)):
                 break
@@ -101,20 +109,19 @@ class Worker:
 
     def leaderboard(self, request: dict[str, Any]) -> dict[str, Any]:
         """A check, then timed calls, each on fresh inputs and checked."""
-        from .timing import settled, summarize, time_call
-
+        settled, summarize, time_call = self._timing.settled, self._timing.summarize, self._timing.time_call
         case = dict(request["case"])
         data = self._reference.generate_input(**case)
         answer, _ = self._checked(data, request)
         durations: list[float] = []
-        begin = time.perf_counter()
+        begin = perf_counter()
         while len(durations) < request["max_runs"]:
             case["seed"] += 13
             fresh = self._reference.generate_input(**case)  # while the previous inputs still hold their addresses
             expected = self._reference.ref_kernel(fresh)
             data = fresh
             self._event("call")
-            output, ns = self._guard(partial(time_call, partial(self._kernel, data), self._device))
+            output, ns = self._guard(partial(time_call, partial(self._kernel, _lent(data)), self._device))
             self._require(output, expected, f"Wrong on fresh inputs, call {len(durations) + 1}")
             durations.append(ns)
             if settled(durations) or (len(durations) >= 3 and self._over(begin, durations, request)):
@@ -129,12 +136,12 @@ class Worker:
         data = self._reference.generate_input(**request["case"])
         expected = self._reference.ref_kernel(data)
         self._event("call")
-        self._guard(lambda: self._kernel(data))  # compiles, so that the profiled call shows the steady state
+        self._guard(partial(self._kernel, _lent(data)))  # compiles, so that the profiled call shows the steady state
         self._sync()
         gpu = self._device.type == "cuda"
         self._event("call")
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiler:
-            output = self._guard(lambda: self._kernel(data))
+            output = self._guard(partial(self._kernel, _lent(data)))
             self._sync()
         self._require(output, expected, "Wrong")
         key = "self_device_time_total" if gpu else "self_cpu_time_total"
@@ -148,7 +155,7 @@ class Worker:
         torch, reference = self._torch, self._reference
         expected = reference.ref_kernel(data)  # before the submission can touch the inputs
         self._event("call")
-        output = self._guard(lambda: self._kernel(data))
+        output = self._guard(partial(self._kernel, _lent(data)))
         self._sync()
         self._require(output, expected, "Wrong")
         answer: dict[str, Any] = {"ok": True, **self._quality(output, expected, torch)}
@@ -159,7 +166,7 @@ class Worker:
         self._copy_into(data[1], other[1])
         changed = reference.ref_kernel(data)
         self._event("call")
-        output = self._guard(lambda: self._kernel(data))
+        output = self._guard(partial(self._kernel, _lent(data)))
         self._sync()
         # Told apart before the tolerance has its say: with many keys it cannot tell old values from new ones, and with few it
         # would only say that values are off.
@@ -176,7 +183,7 @@ class Worker:
         self._copy_into(data[0], other[0])
         expected = reference.ref_kernel(data)
         self._event("call")
-        output = self._guard(lambda: self._kernel(data))
+        output = self._guard(partial(self._kernel, _lent(data)))
         self._sync()
         if not self._matches(output, expected) or self._cosine(output, expected) < _FOLLOWS:
             note = "Something made from q is kept by its address: when q changes in place, the output is stale."
@@ -205,10 +212,10 @@ class Worker:
             to.copy_(source)
 
     def _matches(self, output: Any, expected: Any) -> bool:
-        return self._utils.compare(output, expected, rtol=self._reference.RTOL, atol=self._reference.ATOL)[0]
+        return self._compare(output, expected, rtol=self._reference.RTOL, atol=self._reference.ATOL)[0]
 
     def _require(self, output: Any, expected: Any, what: str) -> None:
-        good, reason = self._utils.compare(output, expected, rtol=self._reference.RTOL, atol=self._reference.ATOL)
+        good, reason = self._compare(output, expected, rtol=self._reference.RTOL, atol=self._reference.ATOL)
         if not good:
             raise _Failure(reason if what == "Wrong" else f"{what}: {reason[0].lower()}{reason[1:]}")
 
@@ -234,7 +241,9 @@ class Worker:
             result = call()
             self._sync()
             return result
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit() too
             traceback.print_exc()
             raise _Failure(f"custom_kernel raised {_one_line(error)}.") from error
 
@@ -244,7 +253,21 @@ class Worker:
 
     @staticmethod
     def _over(begin: float, durations: list[float], request: dict[str, Any]) -> bool:
-        return time.perf_counter() - begin > request["max_seconds"] or sum(durations) > request["max_busy_seconds"] * 1e9
+        return perf_counter() - begin > request["max_seconds"] or sum(durations) > request["max_busy_seconds"] * 1e9
+
+
+def _lent(data: Any) -> Any:
+    """The same tensors in containers of the submission's own, so that what it does to a dict stays its affair."""
+    return tuple(dict(part) if isinstance(part, dict) else part for part in data)
+
+
+def _copy_of(module: ModuleType) -> ModuleType:
+    """A module loaded a second time, with globals of its own."""
+    spec = importlib.util.spec_from_file_location(module.__name__, str(module.__file__))
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
 
 
 def _one_line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ QUICK = Limits(call_seconds=60.0, benchmark_runs=20, leaderboard_runs=5)
 
 #: One submission that misbehaves in a way chosen by the kv length, so that one process serves for all ways.
 CHAMELEON = """
-import os, signal, time
+import os, signal, sys, time
 import torch
 from task import input_t, output_t
 from reference import ref_kernel, generate_input, check_implementation
@@ -63,6 +63,18 @@ def custom_kernel(data: input_t) -> output_t:
     if way == 29: time.sleep(600)
     if way == 30: os._exit(3)
     if way == 31: return ref_kernel(data).to("meta")
+    if way == 32:  # becomes its own judge
+        import reference, utils
+        reference.ref_kernel = lambda data: torch.zeros_like(ref_kernel(data))
+        utils.compare = lambda *a, **k: (True, "")
+        return reference.ref_kernel(data)
+    if way == 33:  # stops the clock, and changes what it was lent
+        right = ref_kernel(data)
+        time.perf_counter_ns = time.perf_counter = lambda: 0
+        config["sm_scale"] = 0.0
+        kv.clear()
+        return right
+    if way == 34: sys.exit(0)
 """
 
 
@@ -108,6 +120,16 @@ def test_wrong_ones_are_told_in_one_sentence(chameleon, kv_len, text):
         assert not outcome.ok and outcome.stats is None
         assert text in outcome.message
         assert "\n" not in outcome.message and outcome.message.endswith(".")
+
+
+def test_one_that_judges_itself_or_stops_the_clock(chameleon):
+    result = chameleon.test(case(32))
+    assert not result.ok and "% of the elements lie outside" in result.message
+    result = chameleon.benchmark(case(33))
+    assert result.ok and result.stats.best > 1000, result.message
+    result = chameleon.test(case(34))
+    assert not result.ok and "custom_kernel raised SystemExit: 0" in result.message
+    assert chameleon.test(case(16)).ok  # nothing of it outlived its call
 
 
 def test_stale_results_show_where_the_tolerance_is_blind(tmp_path):
