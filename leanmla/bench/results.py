@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidArgument
+from ..files import write_whole
 
 __all__ = ["check_writable", "dump_json", "geomean", "read_json", "write_json"]
 
@@ -55,23 +55,8 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, document: dict) -> None:
-    """Write a document through a temporary file beside it, so that a reader sees the old file or the new one."""
-    text = dump_json(document)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    """Write a document, so that a reader sees the old file or the new one."""
+    write_whole(path, dump_json(document).encode("utf-8"))
 
 
 def read_json(path: Path) -> dict:

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, out: Output) -> int:
     """Write it."""
-    from ..plots.files import check_target, write_whole
+    from ..files import write_whole
+    from ..plots.files import check_target
     from ..report import make_report
 
     target = Path(args.output)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
-import os
 import re
 import struct
 import tempfile
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import unescape
 
 from ..errors import InvalidArgument, LeanMLAError
+from ..files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,6 @@ __all__ = [
     "save",
     "sha256",
     "sources_of",
-    "write_whole",
 ]
 
 #: Kinds of picture, by file name.
@@ -85,21 +84,6 @@ def check_folder(folder: Path, option: str) -> None:
         raise InvalidArgument(
             f"{option}: the folder {folder} cannot be written to ({error.strerror}). Choose another."
         ) from None
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write through a temporary file beside ``path``, so that a reader sees the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def sha256(data: bytes) -> str:

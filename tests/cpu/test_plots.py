@@ -19,6 +19,7 @@ from leanmla.bench.ceilings import Ceilings
 from leanmla.bench.results import read_json, write_json
 from leanmla.cli import main
 from leanmla.errors import InvalidArgument
+from leanmla.files import write_whole
 from leanmla.plots import files
 from leanmla.plots.files import PlottingUnavailable, check_target, render, save, sources_of
 from leanmla.plots.runs import digits, load_run, run_of, short_count, speedups
@@ -352,9 +353,9 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.os, "replace", interrupted)
+    monkeypatch.setattr("os.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        files.write_whole(path, b"new")
+        write_whole(path, b"new")
     assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
-import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 from ... import settings
 from ...device import assumed, missing
 from ...errors import BackendUnavailable
+from ...files import write_whole
 from ...formats import mxfp4_row320
 from ...problem import DIMS
 from .launch_configs import Arrangement, chosen
@@ -112,10 +111,7 @@ def cubin(variant: Variant) -> bytes:
     # A folder that cannot be written to costs a compilation a process; a file appears whole or not at all.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(code)
-        os.replace(name, path)
+        write_whole(path, code)
     return code
 
 
