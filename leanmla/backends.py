@@ -92,7 +92,7 @@ def prepare(backend: Backend, args: DecodeArgs, workspace: object) -> Callable[[
     """``backend.run`` for calls like ``args``: what its optional method ``prepare(args, workspace)`` returns, otherwise ``run`` itself.
 
     Like it are calls with the same problem and ``sm_scale`` whose tensors (q, the cache's, the table's, qo_indptr, out, lse) have the
-    same shapes, strides, dtypes and device and are as far aligned (to 16 bytes or not); their addresses and contents may
+    same shapes, strides, dtypes and device and addresses that agree modulo 16; otherwise their addresses and contents may
     differ, and so may the workspace if it was made for the same problem. ``prepare`` may refuse as ``run`` does; it must not launch.
     """
     own = getattr(backend, "prepare", None)

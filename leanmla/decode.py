@@ -272,7 +272,7 @@ def _likeness(
         if t is None:
             key.append(None)
         elif type(t) in _PLAIN:
-            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
             if _HIP:  # Triton compiles other loads for buffers above 2 GiB
                 key.append(t.untyped_storage().nbytes() < 1 << 31)
         else:

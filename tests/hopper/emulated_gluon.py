@@ -674,13 +674,13 @@ class Kernel:
 
     def __init__(self, function):
         self.function = function
-        self.names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        self.arg_names = function.__code__.co_varnames[: function.__code__.co_argcount]
         self.constants = {n for n, kind in function.__annotations__.items() if "constexpr" in str(kind)}
 
     def __getitem__(self, grid):
         def launch(*args, maxnreg=None, **named):
-            values = dict(zip(self.names, args)) | named
-            assert values.keys() == set(self.names), values.keys() ^ set(self.names)
+            values = dict(zip(self.arg_names, args)) | named
+            assert values.keys() == set(self.arg_names), values.keys() ^ set(self.arg_names)
             given = {
                 n: x if n in self.constants else Pointer(x) if isinstance(x, torch.Tensor) else val(x)
                 for n, x in values.items()

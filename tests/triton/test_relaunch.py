@@ -2,41 +2,15 @@
 
 import pytest
 import torch
+from pretend_launcher import Kernel, addresses
 
 pytest.importorskip("triton", reason="needs Triton (pip install triton)")
 
 import leanmla.decode
 from leanmla import DecodePlan, LatentCache, PageTable, device, mla_decode
+from leanmla.errors import InvalidArgument
 from leanmla.kernels.triton import combine, decode, plan
 from leanmla.kernels.triton.build import TARGETS
-
-
-class Kernel:
-    """A jitted kernel that records: calls through Triton's launcher, and calls of the compiled kernel that it found."""
-
-    def __init__(self, real, log: list) -> None:
-        self.arg_names, self.name, self.log = real.arg_names, real.fn.__name__, log
-
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            constants = [options[name] for name in self.arg_names[len(args) :]]
-            self.log.append((self.name, "found", (*args, *constants), grid))
-            return Found(self, grid)
-
-        return launch
-
-
-class Found:
-    """A compiled kernel."""
-
-    packed_metadata = ()
-
-    def __init__(self, kernel: Kernel, grid) -> None:
-        self.kernel, self.grid = kernel, grid
-
-    def __getitem__(self, grid):
-        assert len(grid) == 3 and grid == self.grid
-        return lambda *args: self.kernel.log.append((self.kernel.name, "repeated", args, grid))
 
 
 @pytest.fixture
@@ -60,10 +34,6 @@ def call(fmt: str, batch: int, shift: int = 0):
     return torch.zeros(batch, 16, 576, dtype=torch.bfloat16), cache, table
 
 
-def addresses(args) -> list:
-    return [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-
-
 @pytest.mark.parametrize("batch", (3, 40))
 @pytest.mark.parametrize("fmt", ("bf16", "mxfp4"))
 def test_a_repeated_call_passes_what_the_first_one_passed(log, fmt, batch):
@@ -77,7 +47,7 @@ def test_a_repeated_call_passes_what_the_first_one_passed(log, fmt, batch):
     assert [(name, how) for name, how, *_ in first] == [(name, "found") for name in kernels]
     assert [(name, how) for name, how, *_ in again] == [(name, "repeated") for name in kernels]
     for a, b in zip(first, again, strict=True):
-        assert addresses(a[2]) == list(b[2])
+        assert addresses(a[2]) == list(b[2]) and (*a[3], 1, 1)[:3] == b[3]
     # Other tensors of the same kind: their addresses arrive.
     others = call(fmt, batch)
     log.clear()
@@ -114,6 +84,14 @@ def test_calls_that_need_another_kernel_go_through_tritons_launcher(log):
     log.clear()
     p.run(*base, **options)
     assert {how for _, how, *_ in log} == {"repeated"}
+
+
+def test_a_cache_at_another_address_modulo_16_is_checked_again(log):
+    p = DecodePlan(num_heads=16, format="fp8", page_size=64, max_batch=3, max_kv_len=128, device="cpu", backend="triton")
+    options = {"sm_scale": 0.1, "check_contents": False}
+    p.run(*call("fp8", 3, shift=4), **options)
+    with pytest.raises(InvalidArgument, match="4-byte words"):
+        p.run(*call("fp8", 3, shift=1), **options)
 
 
 def test_calls_without_a_plan_are_remembered(log):

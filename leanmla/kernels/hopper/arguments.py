@@ -8,10 +8,15 @@ from ...problem import DecodeArgs
 from .launch import HopperLaunch
 from .schedule import lens_width
 
-__all__ = ["NOT_SPECIALISED", "cache_view", "constants", "tensors"]
+__all__ = ["NOT_SPECIALISED", "POINTERS", "cache_view", "constants", "pointers", "tensors"]
 
 #: Integers that may be 1 or change from call to call: one compiled kernel serves all their values.
 NOT_SPECIALISED = ["lse_stride", "ids_stride", "q_len", "batch", "workers", "splits", "tiles", "may_wait", "counters"]
+
+#: Tensor arguments of every decode kernel beside the cache's, in the order of :func:`pointers`.
+POINTERS = (
+    "q_ptr", "out_ptr", "lse_ptr", "part_out_ptr", "part_lse_ptr", "counter_ptr", "lens_ptr", "last_ptr", "ids_ptr", "qo_ptr",
+)  # fmt: skip
 
 
 def cache_view(args: DecodeArgs) -> torch.Tensor:
@@ -23,32 +28,39 @@ def cache_view(args: DecodeArgs) -> torch.Tensor:
     return tokens.as_strided((1, tokens.shape[0], tokens.shape[2]), (tokens.stride(0), tokens.stride(0), 1), tokens.storage_offset())
 
 
-def tensors(args: DecodeArgs, launch: HopperLaunch, workspace) -> dict[str, object]:
-    """Run-time arguments of a decode kernel, except the cache itself."""
-    table, q, out = args.table, args.q, args.out
+def pointers(args: DecodeArgs, workspace) -> tuple[torch.Tensor, ...]:
+    """The tensors called :data:`POINTERS`; where a call has no such tensor stands one that the kernel does not read."""
+    table = args.table
     lens = table.cache_seqlens if table.kind == "block_table" else table.kv_indptr
     assert lens is not None  # every kind of table has one of the two
-    last = table.kv_last_page_len if table.kv_last_page_len is not None else lens
-    ids = table.page_ids if table.page_ids is not None else lens
-    lse = args.lse
-    return dict(  # noqa: C408 - names of kernel arguments
-        q_ptr=q,
+    return (
+        args.q,
+        args.out,
+        workspace.part_lse if args.lse is None else args.lse,
+        workspace.part_out,
+        workspace.part_lse,
+        workspace.counters,
+        lens,
+        lens if table.kv_last_page_len is None else table.kv_last_page_len,
+        lens if table.page_ids is None else table.page_ids,
+        lens if args.qo_indptr is None else args.qo_indptr,
+    )
+
+
+def tensors(args: DecodeArgs, launch: HopperLaunch, workspace) -> dict[str, object]:
+    """Run-time arguments of a decode kernel, except the cache itself."""
+    q, out, lse = args.q, args.out, args.lse
+    found = dict(zip(POINTERS, pointers(args, workspace), strict=True))
+    ids = found["ids_ptr"]
+    return dict(
+        **found,
         q_stride_token=q.stride(0),
         q_stride_head=q.stride(1),
-        out_ptr=out,
         out_stride_token=out.stride(0),
         out_stride_head=out.stride(1),
-        lse_ptr=workspace.part_lse if lse is None else lse,
         lse_stride=0 if lse is None else lse.stride(0),
-        part_out_ptr=workspace.part_out,
-        part_lse_ptr=workspace.part_lse,
-        counter_ptr=workspace.counters,
         counters=(workspace.counters.numel() - 4) // 2,
-        lens_ptr=lens,
-        last_ptr=last,
-        ids_ptr=ids,
-        ids_stride=ids.stride(0) if table.kind == "block_table" else ids.numel(),
-        qo_ptr=lens if args.qo_indptr is None else args.qo_indptr,
+        ids_stride=ids.stride(0) if args.table.kind == "block_table" else ids.numel(),
         q_len=q.shape[0] // args.problem.batch,
         batch=args.problem.batch,
         workers=launch.workers,

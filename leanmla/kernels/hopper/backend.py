@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,15 +120,14 @@ class HopperBackend:
         )
 
     def run(self, args: DecodeArgs, workspace: Workspace) -> None:
+        if args.problem.batch and args.problem.total_q:
+            self.prepare(args, workspace)(args, workspace)
+
+    def prepare(self, args: DecodeArgs, workspace: Workspace) -> Callable[[DecodeArgs, Workspace], None]:
+        """See :func:`leanmla.backends.prepare`."""
         problem = args.problem
-        if problem.batch == 0 or args.q.shape[0] == 0:
-            return
         if args.cache.data.numel() == 0:
-            # A pool without pages: nobody has a key, and there is nothing that a tensor map could describe.
-            args.out.zero_()
-            if args.lse is not None:
-                args.lse.fill_(-torch.inf)
-            return
+            return _without_keys
         launch = choose_launch(problem, describe(args.q.device))
         counters = (workspace.counters.numel() - 4) // 2
         if launch.partial_rows > workspace.part_lse.numel() or problem.batch * launch.tiles > counters:
@@ -137,8 +136,16 @@ class HopperBackend:
                 f"needs {launch.partial_rows} and {problem.batch * launch.tiles}. Make the plan for a larger problem."
             )
         _check_cache(args)
-        launcher = importlib.import_module(_KERNELS[problem.format].removesuffix(".py").replace("/", "."))
-        launcher.launch(args, launch, workspace)
+        from .repeat import Repeat
+
+        return Repeat(importlib.import_module(_KERNELS[problem.format].removesuffix(".py").replace("/", ".")), launch)
+
+
+def _without_keys(args: DecodeArgs, workspace: Workspace) -> None:
+    """A pool without pages: nobody has a key, and there is nothing that a tensor map could describe."""
+    args.out.zero_()
+    if args.lse is not None:
+        args.lse.fill_(-torch.inf)
 
 
 def _check_cache(args: DecodeArgs) -> None:

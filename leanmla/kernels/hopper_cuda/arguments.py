@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 
 import torch
 
 from ...problem import DecodeArgs
 from .launch import ROWS, CudaLaunch
 
-__all__ = ["HEADER", "Arguments", "Divisor", "fill"]
+__all__ = ["HEADER", "Arguments", "Divisor", "fill", "refill"]
 
 HEADER = 4  #: words before the two sets of counters, as in reduction.cuh
 _LOG2E = math.log2(math.e)
@@ -55,8 +56,23 @@ def _even(t: torch.Tensor) -> bool:
     return t.data_ptr() % 4 == 0 and t.stride(0) % 2 == 0 and t.stride(1) % 2 == 0
 
 
-def _address(t: torch.Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
+def _addresses(args: DecodeArgs, workspace) -> tuple[int, ...]:
+    """In the order of ``_POINTERS``; 0 where a call has no such tensor. A view of the cache's tokens begins where the cache does."""
+    table = args.table
+    lens = table.cache_seqlens if table.kind == "block_table" else table.kv_indptr
+    last = table.kv_last_page_len if table.kind == "csr" and table.page_size > 1 else None
+    found = (
+        args.q, args.out, args.lse, workspace.part_out, workspace.part_lse, workspace.counters, args.cache.data, lens, last,
+        table.page_ids, args.qo_indptr,
+    )  # fmt: skip
+    return tuple([0 if t is None else t.data_ptr() for t in found])
+
+
+def refill(filled: Arguments, args: DecodeArgs, workspace) -> Arguments:
+    """A copy of a call's arguments with the addresses of a call like it."""
+    copy = Arguments.from_buffer_copy(filled)
+    struct.pack_into(f"{len(_POINTERS)}P", copy, 0, *_addresses(args, workspace))
+    return copy
 
 
 def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
@@ -67,19 +83,8 @@ def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
     token_stride = data.stride(0) if contiguous else data.stride(1)
     page, ids = table.page_size, table.page_ids
     cap = max(problem.logit_cap, 1e-30) * _LOG2E  # fp32 holds its reciprocal; a smaller cap gives no other output
-    lens = table.cache_seqlens if table.kind == "block_table" else table.kv_indptr
     return Arguments(
-        q=q.data_ptr(),
-        out=out.data_ptr(),
-        lse=_address(args.lse),
-        part_out=workspace.part_out.data_ptr(),
-        part_lse=workspace.part_lse.data_ptr(),
-        counters=workspace.counters.data_ptr(),
-        cache=data.data_ptr(),
-        lens=_address(lens),
-        last=_address(table.kv_last_page_len) if table.kind == "csr" and page > 1 else None,
-        ids=_address(ids),
-        qo=_address(args.qo_indptr),
+        *_addresses(args, workspace),
         q_stride_token=q.stride(0),
         q_stride_head=q.stride(1),
         out_stride_token=out.stride(0),

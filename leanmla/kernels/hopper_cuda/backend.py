@@ -11,9 +11,9 @@ from ...device import DeviceInfo, describe
 from ...errors import CapacityExceeded, InvalidArgument
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
 from . import compiler
-from .arguments import HEADER, fill
+from .arguments import HEADER, fill, refill
 from .launch import KEYS, MODES, ROWS, choose_launch
-from .launch_configs import chosen
+from .launch_configs import Arrangement, chosen
 
 __all__ = ["BACKEND", "HopperCudaBackend", "Workspace"]
 
@@ -29,6 +29,7 @@ class Workspace:
     part_out: torch.Tensor  #: fp32 [slots, 16 * 512]
     part_lse: torch.Tensor  #: fp32 [slots, 16]
     counters: torch.Tensor  #: int32 [4 + 2 * batch * row tiles], see reduction.cuh
+    arrangement: Arrangement  #: that it was made for, with which calls run
 
 
 class HopperCudaBackend:
@@ -77,21 +78,36 @@ class HopperCudaBackend:
         )
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
-        info = describe(device)
-        launch = choose_launch(problem, info)
+        info, arrangement = describe(device), chosen()
+        launch = choose_launch(problem, info, arrangement)
         # A later call may be smaller, and use more workers on fewer row tiles.
-        slots = max(launch.slots, 2 * (info.num_sms * chosen().blocks_per_sm + 1) if launch.mode == MODES["balanced"] else 0)
+        slots = max(launch.slots, 2 * (info.num_sms * arrangement.blocks_per_sm + 1) if launch.mode == MODES["balanced"] else 0)
         return Workspace(
             part_out=torch.empty(slots, ROWS * 512, dtype=torch.float32, device=device),
             part_lse=torch.empty(slots, ROWS, dtype=torch.float32, device=device),
             counters=torch.zeros(HEADER + 2 * max(problem.batch, 1) * launch.tiles, dtype=torch.int32, device=device),
+            arrangement=arrangement,
         )
 
     def run(self, args: DecodeArgs, workspace: Workspace) -> None:
-        problem = args.problem
-        if problem.batch == 0 or args.q.shape[0] == 0:
-            return
-        launch = choose_launch(problem, describe(args.q.device))
+        if args.problem.batch and args.problem.total_q:
+            self.prepare(args, workspace)(args, workspace)
+
+    def prepare(self, args: DecodeArgs, workspace: Workspace) -> Repeat:
+        """See :func:`leanmla.backends.prepare`."""
+        return Repeat(args, workspace)
+
+
+class Repeat:
+    """The launch of a checked call; calling it runs a call like it, see :func:`leanmla.backends.prepare`. Keeps no tensor.
+
+    Raises:
+        InvalidArgument: rows of the cache are not aligned. CapacityExceeded: the workspace is too small.
+    """
+
+    def __init__(self, args: DecodeArgs, workspace: Workspace) -> None:
+        problem, arrangement = args.problem, workspace.arrangement
+        launch = choose_launch(problem, describe(args.q.device), arrangement)
         counters = (workspace.counters.numel() - HEADER) // 2
         if launch.slots > workspace.part_lse.shape[0] or problem.batch * launch.tiles > counters:
             raise CapacityExceeded(
@@ -99,34 +115,49 @@ class HopperCudaBackend:
                 f"needs {launch.slots} and {problem.batch * launch.tiles}. Make the plan for a larger problem."
             )
         _check_cache(args)
-        variant = compiler.Variant(problem.q_dtype == "fp16", problem.logit_cap > 0)
-        _launch(args.q.device, variant, launch.grid, fill(args, launch, workspace))
+        self._variant = compiler.Variant(problem.q_dtype == "fp16", problem.logit_cap > 0, arrangement)
+        self._grid = launch.grid
+        self._filled = fill(args, launch, workspace)
+
+    def __call__(self, args: DecodeArgs, workspace: Workspace) -> None:
+        """Launch on torch's current stream; a capture records it."""
+        if workspace.arrangement is not self._variant.arrangement:  # see launch_configs.using
+            BACKEND.run(args, workspace)
+        else:
+            _launch(args.q.device, self._variant, self._grid, refill(self._filled, args, workspace))
 
 
 def _launch(device: torch.device, variant: compiler.Variant, grid: int, arguments: ctypes.Structure) -> None:
     """On torch's current stream; a capture records it."""
+    index = torch.cuda.current_device()
+    if device.index is None or device.index == index:
+        _enqueue(index, variant, grid, arguments)
+    else:
+        with torch.cuda.device(device):
+            _enqueue(device.index, variant, grid, arguments)
+
+
+def _enqueue(index: int, variant: compiler.Variant, grid: int, arguments: ctypes.Structure) -> None:
+    """On the current stream of the current device, ``index``."""
     from cuda.bindings import driver
 
-    shape = variant.arrangement
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    with torch.cuda.device(index):
-        kernel = compiler.kernel(variant, index)
-        stream = driver.CUstream(torch.cuda.current_stream(index).cuda_stream)
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))  # copied by the launch
+    shape, kernel = variant.arrangement, compiler.kernel(variant, index)
+    stream = driver.CUstream(torch.cuda.current_stream(index).cuda_stream)
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))  # copied by the launch
 
-        def attempt() -> tuple:
-            return driver.cuLaunchKernel(
-                kernel, grid, 1, 1, shape.threads, 1, 1, shape.shared_bytes, stream, ctypes.addressof(parameters), 0
-            )
+    def attempt() -> tuple:
+        return driver.cuLaunchKernel(
+            kernel, grid, 1, 1, shape.threads, 1, 1, shape.shared_bytes, stream, ctypes.addressof(parameters), 0
+        )
 
+    answer = attempt()
+    if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        # A thread in which nothing has used the GPU yet; torch's context is the device's primary one.
+        from cuda.core import Device
+
+        Device(index).set_current()
         answer = attempt()
-        if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            # A thread in which nothing has used the GPU yet; torch's context is the device's primary one.
-            from cuda.core import Device
-
-            Device(index).set_current()
-            answer = attempt()
-        compiler.check(answer, "cuLaunchKernel")
+    compiler.check(answer, "cuLaunchKernel")
 
 
 def _check_cache(args: DecodeArgs) -> None:

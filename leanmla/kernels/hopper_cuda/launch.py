@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...device import DeviceInfo
 from ...problem import DecodeProblem
-from .launch_configs import chosen
+from .launch_configs import Arrangement, chosen
 
 __all__ = ["KEYS", "MODES", "ROWS", "TABLE_KINDS", "CudaLaunch", "choose_launch"]
 
@@ -32,9 +32,9 @@ class CudaLaunch:
     slots: int  #: partial results
 
 
-def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> CudaLaunch:
-    """The launch for ``problem``; only shapes and options matter, never the contents of a tensor."""
-    arrangement = chosen()
+def choose_launch(problem: DecodeProblem, device: DeviceInfo, arrangement: Arrangement | None = None) -> CudaLaunch:
+    """The launch for ``problem`` (by default of the arrangement in use); only shapes and options matter, never the contents of a tensor."""
+    arrangement = arrangement or chosen()
     resident = device.num_sms * arrangement.blocks_per_sm
     tiles = max(1, -(-problem.num_heads * problem.max_q_len // ROWS))
     batch = max(problem.batch, 1)

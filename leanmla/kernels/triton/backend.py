@@ -51,6 +51,18 @@ _OVERLAP_COMBINE = True
 #: Most sequences that the plan kernel looks at in one step.
 _PLAN_CHUNK = 1024
 
+#: Tensors of the kernels in the order in which :class:`Launches` passes them.
+_PLAN_TENSORS = (
+    "splits_ptr", "first_ptr", "items_ptr", "num_items_ptr", "kv_indptr_ptr", "kv_last_ptr", "seqlens_ptr", "factors_ptr",
+)  # fmt: skip
+_DECODE_TENSORS = (
+    "out_ptr", "lse_ptr", "partial_out_ptr", "partial_lse_ptr", "splits_ptr", "first_ptr", "items_ptr", "num_items_ptr",
+    "factors_ptr", "q_ptr", "data_ptr", "scale_ptr", "page_ids_ptr", "kv_indptr_ptr", "kv_last_ptr", "seqlens_ptr", "qo_indptr_ptr",
+)  # fmt: skip
+_COMBINE_TENSORS = (
+    "out_ptr", "lse_ptr", "partial_out_ptr", "partial_lse_ptr", "splits_ptr", "first_ptr", "qo_indptr_ptr",
+)  # fmt: skip
+
 
 @dataclass
 class Workspace:
@@ -290,8 +302,8 @@ class TritonBackend:
 class Launches:
     """The kernels of a checked call with given block sizes; calling it runs a call like it.
 
-    Calls are alike if their problems are equal and their tensors agree in shape, strides, dtype, device and whether they begin at a
-    multiple of 16 bytes. Workspaces may differ if they were made for one problem.
+    Calls are alike if their problems are equal and their tensors agree in shape, strides, dtype, device and address modulo 16.
+    Workspaces may differ if they were made for one problem.
 
     Raises:
         InvalidArgument: rows of the cache are not aligned. CapacityExceeded: the workspace is too small.
@@ -324,32 +336,29 @@ class Launches:
         self._plan = self._combine = None
         if constants["PLAN"] == "table":
             self._plan = Relaunch(
-                plan_kernel,
-                (1,),
-                (problem.batch, num_workers, split_size),
-                plan_constants(problem, config, device),
-                num_warps=8,
-            )
+                plan_kernel, (1,), _PLAN_TENSORS,
+                batch=problem.batch, num_workers=num_workers, split_size=split_size,
+                **plan_constants(problem, config, device), num_warps=8,
+            )  # fmt: skip
         self._decode = Relaunch(
-            decode_kernel,
-            (items * config.row_tiles,),
-            (
-                problem.batch, num_workers, num_splits, split_size, q_len, args.sm_scale, problem.logit_cap,
-                args.q.stride(0), args.q.stride(1), args.out.stride(0), args.out.stride(1), stride_lse, stride_page, scale_page,
-                table.page_ids.stride(0) if table.kind == "block_table" and table.page_ids is not None else 0,
-            ),
-            constants,
-            num_warps=config.num_warps, num_stages=1, **compile_options(device), **({"launch_pdl": True} if constants["PDL"] else {}),
+            decode_kernel, (items * config.row_tiles,), _DECODE_TENSORS,
+            batch=problem.batch, num_workers=num_workers, num_splits=num_splits, split_size=split_size, q_len=q_len,
+            sm_scale=args.sm_scale, logit_cap=problem.logit_cap, stride_q_token=args.q.stride(0), stride_q_head=args.q.stride(1),
+            stride_out_token=args.out.stride(0), stride_out_head=args.out.stride(1), stride_lse_token=stride_lse,
+            stride_page=stride_page, stride_scale_page=scale_page,
+            stride_table=table.page_ids.stride(0) if table.kind == "block_table" and table.page_ids is not None else 0,
+            **constants, num_warps=config.num_warps, num_stages=1, **compile_options(device),
+            **({"launch_pdl": True} if constants["PDL"] else {}),
         )  # fmt: skip
         if problem.num_kv_splits != 1:
             merge = combine_config(problem, device)
             row_groups = -(-problem.num_heads * problem.max_q_len // merge.rows)
             self._combine = Relaunch(
-                combine_kernel,
-                (problem.batch * row_groups * (DIMS.v_head_dim // merge.cols),),
-                (problem.batch, num_splits, q_len, args.out.stride(0), args.out.stride(1), stride_lse, row_groups),
-                combine_constants(problem, config, device),
-                num_warps=merge.num_warps, **({"launch_pdl": True} if _overlaps(device) else {}),
+                combine_kernel, (problem.batch * row_groups * (DIMS.v_head_dim // merge.cols),), _COMBINE_TENSORS,
+                batch=problem.batch, num_splits=num_splits, q_len=q_len, stride_out_token=args.out.stride(0),
+                stride_out_head=args.out.stride(1), stride_lse_token=stride_lse, row_groups=row_groups,
+                **combine_constants(problem, config, device), num_warps=merge.num_warps,
+                **({"launch_pdl": True} if _overlaps(device) else {}),
             )  # fmt: skip
 
     def __call__(self, args: DecodeArgs, workspace: object) -> None:

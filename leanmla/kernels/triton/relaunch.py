@@ -6,6 +6,9 @@ Triton's launcher looks at every argument of every call to find the kernel compi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import itemgetter
+
 __all__ = ["Relaunch"]
 
 
@@ -16,34 +19,34 @@ class Relaunch:
     multiple of 16 or not). Triton's launch hooks (profilers) are called as usual.
 
     Args:
-        kernel: a ``@triton.jit`` function whose tensor arguments come first.
+        kernel: a ``@triton.jit`` or ``@gluon.jit`` function.
         grid: as Triton takes it.
-        rest: the arguments after the tensors, in order.
-        constants: compile-time arguments by name.
-        options: num_warps and the like.
+        tensors: names of the arguments that calls give, in the order in which they give them.
+        named: all others: arguments, compile-time arguments, num_warps and the like.
     """
 
-    __slots__ = ("_launch", "_tail", "constants", "grid", "kernel", "options", "rest")
+    __slots__ = ("_fixed", "_launch", "_ordered", "grid", "kernel", "named", "tensors")
 
-    def __init__(self, kernel, grid: tuple[int, ...], rest: tuple, constants: dict, **options) -> None:
-        self.kernel, self.rest, self.constants, self.options = kernel, rest, constants, options
+    def __init__(self, kernel, grid: tuple[int, ...], tensors: Sequence[str], /, **named) -> None:
+        self.kernel, self.tensors, self.named = kernel, tuple(tensors), named
         self.grid = (*grid, 1, 1)[:3]
         self._launch = None
-        self._tail: tuple = ()
+        self._fixed: tuple = ()
 
     def __call__(self, *tensors) -> None:
         """Launch on torch's current stream.
 
         Args:
-            tensors: torch tensors in the first call, later their addresses will do.
+            tensors: torch tensors or tensor descriptors in the first call; later the addresses of tensors will do.
         """
         if self._launch is not None:
-            self._launch(*tensors, *self._tail)
+            self._launch(*self._ordered((*tensors, *self._fixed)))
             return
-        found = self.kernel[self.grid](*tensors, *self.rest, **self.constants, **self.options)
+        found = self.kernel[self.grid](**dict(zip(self.tensors, tensors, strict=True)), **self.named)
         if hasattr(found, "packed_metadata"):  # not under the interpreter
-            names = self.kernel.arg_names[len(tensors) + len(self.rest) :]
-            self._tail = (*self.rest, *(self.constants[name] for name in names))
+            names = (*self.tensors, *self.named)
+            self._fixed = tuple(self.named.values())
+            self._ordered = itemgetter(*(names.index(name) for name in self.kernel.arg_names))
             self._launch = found[self.grid]
 
     @property
