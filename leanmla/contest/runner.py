@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -45,6 +47,10 @@ class Outcome:
     report: str = ""  #: the profiler's table
 
 
+_LOOK_SECONDS = 0.1  # how often to see whether the process lives while it says nothing
+_LONGEST_LINE = 1 << 24  # bytes of one answer; a profile has some thousands
+
+
 class _Gone(Exception):
     """The process gave no answer; the text is the sentence."""
 
@@ -83,6 +89,7 @@ class Session:
         self._to: int | None = None
         self._from: int | None = None
         self._pending = b""
+        self._token = secrets.token_hex(8)  #: in each line of the worker's, and in none of a submission's
 
     # -- what to do ---------------------------------------------------------------------------------------------------
 
@@ -150,10 +157,12 @@ class Session:
                     str(child_reads), str(child_writes),
                 ],
                 stdin=subprocess.DEVNULL, stdout=where, stderr=where, env=environment, pass_fds=(child_reads, child_writes),
+                start_new_session=True,  # so that close() can end what the submission starts, too
             )  # fmt: skip
         finally:
             os.close(child_reads)
             os.close(child_writes)
+        os.write(self._to, f"{self._token}\n".encode())
         answer = self._answer()
         if not answer["ok"]:
             raise _Gone(answer["message"])
@@ -163,7 +172,13 @@ class Session:
         doing = "start"
         while True:
             line = self._line(doing)
-            message = json.loads(line)
+            try:
+                message = json.loads(line)
+                known = message["token"] == self._token
+            except (ValueError, LookupError, TypeError, RecursionError):
+                known = False
+            if not known:
+                raise _Gone(_foreign(line))
             if message.get("done"):
                 return message
             doing = message["event"]
@@ -172,15 +187,25 @@ class Session:
         assert self._from is not None
         # Starting up and the runner's own work between calls are not the submission's fault, but must end some time too.
         deadline = time.monotonic() + self.limits.call_seconds + (120.0 if doing in ("start", "prepare") else 0.0)
+        assert self._process is not None
         while b"\n" not in self._pending:
-            ready, _, _ = select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = max(0.0, deadline - time.monotonic())
+            # The end of the process, not of the pipe: a child that it left behind may hold that open. Asked before the pipe, so
+            # that nothing said before the end is lost.
+            ended = self._process.poll() is not None
+            ready, _, _ = select.select([self._from], [], [], 0.0 if ended else min(left, _LOOK_SECONDS))
+            if ready:
+                chunk = os.read(self._from, 1 << 16)
+                if not chunk:
+                    raise _Gone(self._epitaph())
+                self._pending += chunk
+                if len(self._pending) > _LONGEST_LINE:
+                    raise _Gone(_foreign(self._pending))
+            elif ended:
+                raise _Gone(self._epitaph())
+            elif not left:
                 what = {"import": "The import of the submission", "call": "custom_kernel"}.get(doing, "The process")
                 raise _Gone(f"{what} hangs: no answer within {self.limits.call_seconds:g} s.")
-            chunk = os.read(self._from, 1 << 16)
-            if not chunk:
-                raise _Gone(self._epitaph())
-            self._pending += chunk
         line, _, self._pending = self._pending.partition(b"\n")
         return line
 
@@ -199,14 +224,14 @@ class Session:
         return f"The submission crashed: its process ended with exit code {code}."
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and those that it started."""
         for fd in (self._to, self._from):
             if fd is not None:
                 os.close(fd)
         self._to = self._from = None
         if self._process is not None:
-            if self._process.poll() is None:
-                self._process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 
@@ -215,6 +240,10 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _foreign(line: bytes) -> str:
+    return f"The submission wrote to the pipe between its process and the runner: {line[:60].decode(errors='replace')!r}."
 
 
 def _stderr() -> int:

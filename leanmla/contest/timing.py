@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from . import utils
 
-__all__ = ["Stats", "geometric_mean", "settled", "summarize", "time_call"]
+__all__ = ["Stats", "as_left", "geometric_mean", "settled", "summarize", "time_call"]
 
 _Event = torch.cuda.Event  # bound here, before a submission is loaded that could replace it
 _RELATIVE_ERROR = 1e-3  #: of the mean, at which more calls would tell nothing new
@@ -46,11 +47,21 @@ def settled(durations: Sequence[float]) -> bool:
     return stats.err < _RELATIVE_ERROR * stats.mean
 
 
+def as_left(result: object, device: torch.device) -> object:
+    """A call's result as the current stream finds it, without waiting for others.
+
+    On a GPU that is a copy made at once in the order of the current stream: what another stream writes later is not in it. On a
+    CPU work is done when the call returns, and the result stays as it is.
+    """
+    return result.clone() if device.type == "cuda" and isinstance(result, torch.Tensor) else result
+
+
 def time_call(call: Callable[[], object], device: torch.device) -> tuple[object, float]:
     """Run ``call`` once, cold: its result and its duration in nanoseconds.
 
     On a GPU the last-level cache is flushed first and device events mark begin and end, so what the host does counts only as
-    far as the device waits for it. On a CPU the wall clock counts and nothing is flushed.
+    far as the device waits for it; the result is what the second event finds (:func:`as_left`). On a CPU the wall clock counts
+    and nothing is flushed.
     """
     if device.type != "cuda":
         begin = perf_counter_ns()
@@ -62,8 +73,13 @@ def time_call(call: Callable[[], object], device: torch.device) -> tuple[object,
     start.record()
     result = call()
     end.record()
+    left = as_left(result, device)
     torch.cuda.synchronize()
-    return result, start.elapsed_time(end) * 1e6
+    if isinstance(result, torch.Tensor):
+        # A call on the same inputs that writes the same tensor too late must not find it right already.
+        with contextlib.suppress(RuntimeError), torch.inference_mode():
+            result.zero_()
+    return left, start.elapsed_time(end) * 1e6
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -1,8 +1,9 @@
 """Cases files, seeds, statistics."""
 
 import pytest
+import torch
 
-from leanmla.contest import RANKED, TESTS, Case, combine_seeds, parse_cases
+from leanmla.contest import RANKED, TESTS, Case, combine_seeds, parse_cases, timing
 from leanmla.contest.timing import geometric_mean, settled, summarize
 from leanmla.errors import InvalidArgument
 
@@ -60,3 +61,30 @@ def test_statistics():
     assert stats.std == pytest.approx(1.2909944) and stats.err == pytest.approx(1.2909944 / 2)
     assert settled([1000.0, 1000.1, 1000.0]) and not settled([1000.0, 1000.0]) and not settled([1.0, 2.0, 3.0])
     assert geometric_mean([1.0, 100.0]) == pytest.approx(10.0)
+
+
+def test_what_is_written_after_the_second_event_comes_too_late(monkeypatch):
+    """On a GPU: a stand-in for work on another stream, which ends when the device is waited for."""
+    late, right = torch.zeros(3), torch.ones(3)
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1.5
+
+    waits = []
+    monkeypatch.setattr(timing, "_Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: late.copy_(right) if waits else waits.append(1))
+    monkeypatch.setattr(timing.utils, "clear_l2_cache", lambda: None)
+    for _ in range(2):  # and what the first call left in the same tensor does not help the second
+        waits.clear()
+        result, ns = timing.time_call(lambda: late, torch.device("cuda"))
+        assert result.tolist() == [0.0, 0.0, 0.0] and ns == 1.5e6
+    result, _ = timing.time_call(lambda: late.copy_(right), torch.device("cuda"))
+    assert result.tolist() == [1.0, 1.0, 1.0]
+    assert timing.as_left(late, torch.device("cpu")) is late and timing.as_left("done", torch.device("cuda")) == "done"

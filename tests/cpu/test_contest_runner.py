@@ -4,8 +4,10 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,19 @@ def custom_kernel(data: input_t) -> output_t:
         kv.clear()
         return right
     if way == 34: sys.exit(0)
+    if way == 35:  # a copy of the process stays behind
+        child = os.fork()
+        if not child: time.sleep(600)
+        with open(__file__ + ".child", "w") as file: file.write(str(child))
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if way == 36:  # a copy of the process returns as well, from the last call of the check
+        kept[way] = kept.get(way, 0) + 1
+        right = ref_kernel(data)
+        if kept[way] == 3 and not os.fork(): torch.set_num_threads(1)
+        return right
+    if way == 37: os.write(int(sys.argv[5]), b"hello\\n")
+    if way == 38: os.write(int(sys.argv[5]), b'{"done": true, "ok": true}\\n')
+    return ref_kernel(data)
 """
 
 
@@ -147,6 +162,23 @@ def test_stale_results_show_where_the_tolerance_is_blind(tmp_path):
     assert not outcome.ok and outcome.message.startswith("The result is stale: kv_data changed in place")
 
 
+def test_zeros_after_the_check_show_too(tmp_path):
+    """Timed calls have to follow their inputs as the checked ones do."""
+    path = tmp_path / "zeros.py"
+    path.write_text(
+        "from reference import ref_kernel\ncalls = {}\n"
+        "def custom_kernel(data):\n"
+        "    way = data[4]['kv_seq_len']\n"
+        "    calls[way] = calls.get(way, 0) + 1\n"
+        "    return ref_kernel(data) * (calls[way] <= 3)\n"
+    )
+    with Session(path, "cpu", quiet=True, limits=QUICK) as session:
+        outcomes = session.benchmark(case(4096, batch=1)), session.leaderboard(case(4097, batch=1))
+    for outcome, where in zip(outcomes, ("The output of the last timed call is wrong", "Wrong on fresh inputs, call 1")):
+        assert not outcome.ok and outcome.message.startswith(where)
+        assert "does not follow its inputs (cosine 0.00" in outcome.message
+
+
 def test_a_query_kept_by_address_is_remarked_and_fails_if_strict(chameleon):
     outcome = chameleon.test(case(26))
     assert outcome.ok and "made from q is kept by its address" in outcome.note
@@ -173,6 +205,56 @@ def test_crashes_and_hangs_end_the_case_not_the_run(chameleon):
     assert chameleon.test(case(29)).message == "custom_kernel hangs: no answer within 2 s."
     chameleon.limits = QUICK
     assert chameleon.test(case(16)).ok
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _ends_within(seconds, pid):
+    deadline = time.monotonic() + seconds
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not _lives(pid)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_copy_left_behind_neither_holds_up_the_verdict_nor_lives_on(chameleon):
+    begin = time.monotonic()
+    assert chameleon.test(case(35)).message == "The submission crashed: its process was killed by SIGSEGV."
+    assert time.monotonic() - begin < QUICK.call_seconds / 2, "taken for a hang"
+    assert _ends_within(10.0, int(Path(f"{chameleon.submission}.child").read_text()))
+
+
+def test_a_copy_that_returns_does_not_report(chameleon):
+    assert chameleon.test(case(36, batch=1)).ok
+    time.sleep(0.5)
+    assert "shape" in chameleon.test(case(17)).message, "the answer of another process"
+
+
+@pytest.mark.parametrize("kv_len", [37, 38])
+def test_what_it_writes_to_the_runner_is_told(chameleon, kv_len):
+    outcome = chameleon.test(case(kv_len))
+    assert not outcome.ok and outcome.message.startswith(
+        "The submission wrote to the pipe between its process and the runner: '"
+    )
+    assert chameleon.test(case(16)).ok
+
+
+def test_it_does_not_outlive_its_runner(chameleon):
+    assert chameleon.test(case(16)).ok
+    os.write(chameleon._to, (json.dumps({"do": "test", "case": case(29).arguments}) + "\n").encode())
+    while b'"call"' not in chameleon._line("call"):
+        pass
+    os.close(chameleon._to)  # as the system does when the runner ends
+    chameleon._to = None
+    try:
+        assert chameleon._process.wait(timeout=30) == -signal.SIGKILL
+    finally:
+        chameleon.close()
 
 
 @pytest.mark.parametrize(

@@ -61,3 +61,31 @@ def test_times_are_cold_and_of_the_device():
     _, short = time_call(lambda: x.add_(1), x.device)
     _, long = time_call(lambda: [x.add_(1) for _ in range(2000)], x.device)
     assert 1e3 < short < long
+
+
+def test_work_left_on_another_stream_is_not_waited_for(tmp_path):
+    """Late in every call, or only once it is timed, into the tensor that the last call filled."""
+    path = tmp_path / "late.py"
+    path.write_text(
+        "import torch\nfrom reference import ref_kernel\n"
+        "side, outs, calls = torch.cuda.Stream(), {}, {}\n"
+        "def custom_kernel(data):\n"
+        "    way = data[4]['kv_seq_len']\n"
+        "    calls[way] = calls.get(way, 0) + 1\n"
+        "    right = ref_kernel(data)\n"
+        "    out = outs.setdefault(way, torch.zeros_like(right))\n"
+        "    side.wait_stream(torch.cuda.current_stream())\n"
+        "    with torch.cuda.stream(side):\n"
+        "        torch.cuda._sleep(100_000_000)\n"
+        "        out.copy_(right)\n"
+        "    right.record_stream(side)\n"
+        "    if way == 65 or (way == 66 and calls[way] <= 3):\n"
+        "        torch.cuda.current_stream().wait_stream(side)\n"
+        "    return out\n"
+    )
+    with Session(path, "cuda", quiet=True) as session:
+        outcome = session.test(Case(2, 1, 64, 1))
+        assert not outcome.ok and "outside" in outcome.message
+        assert session.benchmark(Case(2, 1, 65, 1), max_runs=3).ok, "joined in time"
+        outcome = session.benchmark(Case(2, 1, 66, 1), max_runs=3)
+        assert not outcome.ok and outcome.message.startswith("The output of the last timed call is wrong")
