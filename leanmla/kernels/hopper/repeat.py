@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 
-import torch
-
 from ...cache import LatentCache
 from ...problem import DecodeArgs
 from ..triton.relaunch import Relaunch
@@ -36,7 +34,7 @@ class Repeat:
             return
         launch = _what_it_launches(self._module, args, self._launch, workspace)
         given = launch.given
-        named = {n: x for n, x in given.items() if not (isinstance(x, torch.Tensor) or _is_map(x))}
+        named = {n: x for n, x in given.items() if not (hasattr(x, "data_ptr") or _is_map(x))}
         cache_names = [n for n in given if n not in named and n not in POINTERS]
         relaunch = Relaunch(launch.kernel, launch.grid, (*POINTERS, *cache_names), **named)
         relaunch(*(given[n] for n in relaunch.tensors))

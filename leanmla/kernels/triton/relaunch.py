@@ -44,9 +44,9 @@ class Relaunch:
             return
         found = self.kernel[self.grid](**dict(zip(self.tensors, tensors, strict=True)), **self.named)
         if hasattr(found, "packed_metadata"):  # not under the interpreter
-            names = (*self.tensors, *self.named)
+            position = {name: i for i, name in enumerate((*self.tensors, *self.named))}
             self._fixed = tuple(self.named.values())
-            self._ordered = itemgetter(*(names.index(name) for name in self.kernel.arg_names))
+            self._ordered = itemgetter(*(position[name] for name in self.kernel.arg_names))
             self._launch = found[self.grid]
 
     @property
