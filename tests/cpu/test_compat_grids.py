@@ -98,7 +98,8 @@ def check_flash_mla(batch, s_q, kv_len, heads, *, device="cpu", varlen=True, zer
     want_lse = torch.where(want_lse == -torch.inf, torch.inf, want_lse)
     assert close(out, want, 8e-4, 2.01 / 128), f"worst error {float((out.double() - want).abs().max()):.2e}"
     assert cosine_difference(out, want) < 5e-6
-    assert close(lse, want_lse, 1e-6, 8.01 / 65536)
+    # FlashMLA's bounds, but for 1e-6: a log-sum-exp near 0 is the difference of two numbers of the size of the logits, each rounded to fp32
+    assert close(lse, want_lse, 4e-6, 8.01 / 65536)
 
 
 def _fp16_reference(q, cache, table, seqlens, causal):
@@ -192,12 +193,19 @@ def check_aiter(ctx, batch, heads, q_len, fp8, *, mode=None, splits=None, device
         query, buffer, o, qo, kv, ids, last, q_len, page_size=page, sm_scale=SM, return_lse=True, num_kv_splits=splits, **scales,
         **metadata,
     )  # fmt: skip
-    want, want_lse = mla_decode_reference(
-        q, LatentCache.from_tensors(latent, format="bf16", page_size=page), PageTable.from_csr(kv, ids, last, page_size=page),
-        sm_scale=SM, qo_indptr=qo,
-    )  # fmt: skip
+
+    def definition(q, latent, sm_scale=SM):
+        cache = LatentCache.from_tensors(latent, format="bf16", page_size=page)
+        return mla_decode_reference(
+            q, cache, PageTable.from_csr(kv, ids, last, page_size=page), sm_scale=sm_scale, qo_indptr=qo
+        )
+
+    want, want_lse = definition(q, latent)
     assert cosine_difference(o, want) < (3e-2 if fp8 else 1e-5)
-    assert close(lse, want_lse, 0.1 if fp8 else 1e-3, 0.0)  # rows before the first key have -inf, which must be the same
+    if fp8:  # what rounding to fp8 makes of a log-sum-exp depends on the data, so it is held to the rounded numbers
+        _, want_lse = definition(query.float(), buffer.bfloat16(), SM * float(scales["q_scale"] * scales["kv_scale"]))
+    # (an fp8 query times its scale is rounded to bf16)
+    assert close(lse, want_lse, 2e-2 if fp8 else 1e-3, 0.0)  # rows before the first key have -inf, which must be the same
 
 
 # -- the subset for a CPU ------------------------------------------------------------------------------------------------

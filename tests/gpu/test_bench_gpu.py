@@ -59,7 +59,7 @@ def test_bench_end_to_end(tmp_path):
     document = json.loads(file.read_text())
     assert document["ok"] and document["environment"]["device"]["kind"] in ("cuda", "hip")
     ours = [r for r in document["results"] if not r["peer"]]
-    assert [r["status"] for r in ours] == ["ok"] * 4
+    assert len(ours) >= 4 and {r["status"] for r in ours} == {"ok"}
     assert all(0 < r["read_share"] < 1.5 for r in ours)
 
 

@@ -38,24 +38,6 @@ class Workspace:
     counters: torch.Tensor  #: int32 [4 + 2 * batch * tiles], see ``reduction``
 
 
-def _unsafe_splits(problem: DecodeProblem, device: DeviceInfo) -> str | None:
-    """Why fixed splits of a gathered 8-bit or 4-bit cache are refused, or None.
-
-    fp8, pages of one token, 256 sequences in 8 splits: on an H200, NaN in the outputs of 6 to 10 sequences; partial results,
-    log-sum-exps and counters were all right, and so were launches whose blocks fit on the card at once, up to four splits, bf16
-    and tensor-map loads. The merge has been rewritten since, but not yet run.
-    """
-    if problem.format == "bf16" or (problem.num_kv_splits is None and problem.split_size is None):
-        return None
-    launch = choose_launch(problem, device)
-    if not launch.gather or launch.workers <= 4 or launch.grid <= launch.blocks_per_sm * device.num_sms:
-        return None
-    return (
-        f"gave wrong results on the card for {launch.workers} fixed splits of {problem.batch} sequences with pages of {problem.page_size} "
-        "(not yet verified as mended); leave num_kv_splits and split_size out, or use triton"
-    )
-
-
 class HopperBackend:
     """See ``leanmla.backends.Backend``."""
 
@@ -82,7 +64,7 @@ class HopperBackend:
                 return f"takes a split_size that is a multiple of {BLOCK_KEYS}, got {problem.split_size}"
             if problem.max_kv_len > _MAX_SPLITS * problem.split_size:
                 return f"takes at most {_MAX_SPLITS} splits, which split_size={problem.split_size} may exceed"
-        return _unsafe_splits(problem, device)
+        return None
 
     def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
         launch = choose_launch(problem, device)
