@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidDtype
 from ..problem import DIMS
 
-__all__ = ["joined_view", "pages_as_bf16", "refuse", "renamed"]
+__all__ = ["check_tensor", "joined_view", "pages_as_bf16", "refuse", "renamed"]
 
 
 @contextlib.contextmanager
@@ -33,6 +33,23 @@ def refuse(name: str, value: object, why: str) -> InvalidArgument:
     """The error for an argument of the original that has no counterpart here."""
     shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return InvalidArgument(f"{name}: got {shown}. {why}")
+
+
+def check_tensor(
+    name: str, t: object, dtype: torch.dtype, shape: Sequence[int | None], device: torch.device | None = None
+) -> torch.Tensor:
+    """Refuse what is not a tensor of this dtype and shape (None: any size) on this device (None: any)."""
+    size = ", ".join("n" if n is None else str(n) for n in shape)
+    want = f"{str(dtype).removeprefix('torch.')} [{size}]"
+    if not isinstance(t, torch.Tensor):
+        raise InvalidArgument(f"{name}: expected a tensor {want}, got {type(t).__name__}.")
+    if t.dtype != dtype:
+        raise InvalidDtype(f"{name}: expected {want}, got {str(t.dtype).removeprefix('torch.')} {list(t.shape)}.")
+    if t.ndim != len(shape) or any(n is not None and n != m for n, m in zip(shape, t.shape)):
+        raise InvalidArgument(f"{name}: expected {want}, got {list(t.shape)}.")
+    if device is not None and t.device != device:
+        raise InvalidArgument(f"{name}: expected on {device}, got {t.device}.")
+    return t
 
 
 def joined_view(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from ..decode import mla_decode
 from ..errors import InvalidArgument, InvalidDtype
 from ..page_table import PageTable
 from ..problem import DIMS
-from ._arguments import refuse, renamed
+from ._arguments import check_tensor, refuse, renamed
 from ._fp16 import decode_fp16
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -134,6 +134,8 @@ def flash_mla_with_kvcache(
     if softmax_scale is None:
         softmax_scale = DIMS.qk_head_dim**-0.5
     batch, s_q, heads = q.shape[:3]
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, torch.float32, (heads,), q.device)
     with renamed(**_THEIR_NAMES):
         _check_cache(k_cache, is_fp8_kvcache)
         if indices is None:
@@ -200,7 +202,7 @@ def _dense(
         if t is None:
             raise InvalidArgument(f"{name}: expected an int32 tensor, got None. Only sparse attention does without it.")
     assert block_table is not None and cache_seqlens is not None
-    if block_table.ndim == 2 and block_table.shape[0] != batch:
+    if isinstance(block_table, torch.Tensor) and block_table.ndim == 2 and block_table.shape[0] != batch:
         raise InvalidArgument(f"block_table: expected [{batch}, max_blocks] for q's batch, got {list(block_table.shape)}.")
     return k_cache.squeeze(2), PageTable.from_block_table(block_table, cache_seqlens, page_size=k_cache.shape[1])
 
@@ -209,18 +211,10 @@ def _sparse(
     k_cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None, batch: int, s_q: int
 ) -> tuple[torch.Tensor, PageTable]:
     """Every query row as a sequence of its own over pages of one token."""
-    if (
-        not isinstance(indices, torch.Tensor)
-        or indices.dtype != torch.int32
-        or indices.ndim != 3
-        or indices.shape[:2] != (batch, s_q)
-    ):
-        got = f"{indices.dtype} {list(indices.shape)}" if isinstance(indices, torch.Tensor) else type(indices).__name__
-        raise InvalidArgument(f"indices: expected int32 [{batch}, {s_q}, topk], got {got}.")
+    check_tensor("indices", indices, torch.int32, (batch, s_q, None), k_cache.device)
     keep = indices >= 0
     if topk_length is not None:
-        if topk_length.dtype != torch.int32 or list(topk_length.shape) != [batch]:
-            raise InvalidArgument(f"topk_length: expected int32 [{batch}], got {topk_length.dtype} {list(topk_length.shape)}.")
+        check_tensor("topk_length", topk_length, torch.int32, (batch,), k_cache.device)
         keep &= torch.arange(indices.shape[2], device=indices.device) < topk_length[:, None, None]
     keep, slots = keep.flatten(0, 1), indices.flatten(0, 1)
     # Holes move behind the keys, whose order stays: a stable sort by "is a hole", which waits for nothing.
@@ -244,7 +238,5 @@ def _sparse(
 
 
 def _sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
-    if attn_sink.shape != lse.shape[2:] or attn_sink.dtype != torch.float32:
-        raise InvalidArgument(f"attn_sink: expected float32 [{lse.shape[2]}], got {attn_sink.dtype} {list(attn_sink.shape)}.")
     factor = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - attn_sink))
     return (out.float() * factor[..., None]).to(out.dtype)

@@ -202,6 +202,31 @@ def test_refusals_name_the_argument():
     refused(InvalidArgument, "^work_indptr: expected a tensor", batch, **{**meta, "work_indptr": None})
     longer = Batch([40], [1]).metadata("fast")
     refused(InvalidArgument, r"^work_info_set\[1\]: .* does not fit", batch, **longer)
+    batch = Batch([20], [1])
+    batch.o = None
+    refused(InvalidArgument, "^o: expected a tensor", batch)
+    batch = Batch([20], [1], fp8_q=True)
+    batch.q_scale = "1"
+    refused(InvalidArgument, "^q_scale: expected float32", batch)
+
+
+def test_metadata_that_would_leave_rows_unwritten_are_refused():
+    batch = Batch([300, 20], [2, 1])
+    meta = batch.metadata("intra")
+    batch.call(**meta)
+    batch.check()
+    items = int(meta["work_indptr"][-1])
+    assert int(meta["reduce_indptr"][1]) > 1, "the first sequence is split"
+
+    def refused(text, **changes):
+        with pytest.raises(InvalidArgument, match=text):
+            batch.call(**{**meta, **changes})
+
+    refused("^reduce_partial_map: nothing merges", reduce_indptr=torch.zeros_like(meta["reduce_indptr"]))
+    refused("^reduce_partial_map: no item", reduce_final_map=meta["reduce_final_map"].flip(0).contiguous())
+    refused("^reduce_partial_map: no", reduce_partial_map=meta["reduce_partial_map"].roll(1))
+    refused(r"^reduce_final_map: expected int32 \[n, 2\]", reduce_final_map=meta["reduce_final_map"].flatten())
+    refused("^work_info_set: covers 0 of sequence 1's 1 query rows", work_indptr=meta["work_indptr"].clamp(max=items - 2))
 
 
 # -- reduction ---------------------------------------------------------------------------------------------------------
@@ -243,6 +268,12 @@ def test_reduce_keeps_nan_and_refuses_bad_shapes():
         aiter.mla_reduce_v1(out, lse[:1], indptr, None, partial, 1, 0, o)
     with pytest.raises(InvalidArgument, match="^final_output"):
         aiter.mla_reduce_v1(out, lse, indptr, None, partial, 1, 0, o[..., :2])
+    with pytest.raises(InvalidArgument, match="^reduce_indptr: expected offsets"):
+        aiter.mla_reduce_v1(out, lse, indptr + 1, None, partial, 1, 0, o)
+    with pytest.raises(InvalidArgument, match=r"^reduce_partial_map\[1\]: expected rows within"):
+        aiter.mla_reduce_v1(out, lse, indptr, None, partial * 2, 1, 0, o)
+    with pytest.raises(InvalidArgument, match=r"^reduce_final_map\[0\]: expected at most max_seqlen_q = 1"):
+        aiter.mla_reduce_v1(out, lse, indptr, torch.tensor([[0, 2]], dtype=torch.int32), partial, 1, 0, o.repeat(2, 1, 1))
 
 
 # -- MXFP4 -------------------------------------------------------------------------------------------------------------

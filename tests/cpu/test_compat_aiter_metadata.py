@@ -193,10 +193,22 @@ def test_refusals_name_the_argument():
         ]
         tensors = [changes.pop(n, t) for n, t in zip(("a", "info", "b", "c", "d", "e"), tensors)]
         with pytest.raises(exception, match=text):
-            aiter.get_mla_metadata_v1(changes.pop("qo", qo), kv, last, *head, *tensors, **changes)
+            aiter.get_mla_metadata_v1(
+                changes.pop("qo", qo), changes.pop("kv", kv), changes.pop("last", last), *head, *tensors, **changes
+            )
 
     call(CapacityExceeded, "work_info_set: this batch needs 14 entries, got 3", info=torch.empty(3, 8, dtype=torch.int32))
-    call(InvalidArgument, "work_info_set: expected torch.int32", info=torch.empty(20, 8))
+    call(InvalidArgument, r"^work_info_set: expected int32 \[n, 8\], got float32", info=torch.empty(20, 8))
+    call(InvalidArgument, "^work_info_set: expected a tensor", info=None)
+    call(InvalidArgument, "^max_split_per_batch: expected an integer", max_split_per_batch=None)
+    call(InvalidArgument, "^seqlens_qo_indptr: expected offsets rising from 0", qo=torch.tensor([0, 2, 1], dtype=torch.int32))
+    call(
+        InvalidArgument,
+        r"^kv_last_page_lens\[0\]: expected at most",
+        last=torch.tensor([17, 1], dtype=torch.int32),
+        page_size=16,
+    )
+    call(InvalidArgument, "^seqlens_kv_indptr: expected a tensor", kv=None)
     call(InvalidArgument, "num_heads_k", head=(16, 2, True))
     call(InvalidArgument, "topk", topk=64)
     call(InvalidArgument, "is_cp_round_robin", is_cp_round_robin=True)

@@ -139,6 +139,10 @@ def test_refusals_name_the_argument():
     refused(InvalidArgument, "^causal", causal=True, indices=torch.zeros(2, 2, 4, dtype=torch.int32))
     refused(InvalidArgument, "^indices: expected int32", indices=torch.zeros(2, 2, 4))
     refused(InvalidArgument, "^topk_length", topk_length=torch.zeros(2, dtype=torch.int32))
+    sparse = {"indices": torch.zeros(2, 2, 4, dtype=torch.int32)}
+    refused(InvalidArgument, "^topk_length: expected a tensor", topk_length=4, **sparse)
+    refused(InvalidArgument, "^attn_sink: expected a tensor", attn_sink=[0.0])
+    refused(InvalidArgument, "^block_table: expected an int32 tensor", block_table=[[0, 1]])
     refused(InvalidArgument, "^extra_k_cache", extra_k_cache=torch.zeros(1))
     refused(InvalidArgument, "^softmax_scale: expected a finite number", softmax_scale=float("nan"))
     bad = torch.tensor([[4, 9, 3], [2, 5, 1]], dtype=torch.int32)

@@ -186,6 +186,8 @@ def test_refusals_name_the_argument():
     refused(InvalidDtype, "^kv_indptr", kv_indptr=torch.tensor([0, 3, 5]))
     refused(InvalidArgument, "^qo_indptr", qo_indptr=ints(0, 1))
     refused(InvalidArgument, "^use_profiler", use_profiler=True)
+    refused(InvalidArgument, "^sm_scale: expected a finite number", sm_scale=None)
+    refused(InvalidArgument, "^num_heads: expected a positive integer", num_heads=True)
     with pytest.raises(InvalidArgument, match="^backend"):
         wrapper(backend="cutlass")
     with pytest.raises(InvalidDtype, match="^qo_indptr"):
@@ -196,8 +198,9 @@ def test_refusals_name_the_argument():
     w.plan(**batch.plan)
     with pytest.raises(InvalidArgument, match="^page_table"):
         batch.run(w, page_table=torch.zeros(1))
-    with pytest.raises(InvalidArgument, match="^lse"):
-        batch.run(w, lse=torch.zeros(3), return_lse=True)
+    for lse in (torch.zeros(3), torch.empty(*batch.q.shape[:2], device="meta")):
+        with pytest.raises(InvalidArgument, match="^lse"):
+            batch.run(w, lse=lse, return_lse=True)
     with pytest.raises(InvalidArgument, match="^out"):
         batch.run(w, out=torch.zeros(3, dtype=BF16))
     batch.q = batch.q.half()

@@ -26,8 +26,8 @@ from __future__ import annotations
 import torch
 
 from ... import device
-from ...errors import CapacityExceeded, InvalidArgument, InvalidDtype
-from .._arguments import refuse
+from ...errors import CapacityExceeded, InvalidArgument, InvalidTable
+from .._arguments import check_tensor, refuse
 
 __all__ = ["decode_update_mla_metadata_v1", "get_mla_metadata_info_v1", "get_mla_metadata_v1"]
 
@@ -152,6 +152,16 @@ def get_mla_metadata_v1(
         raise refuse("topk", topk, "Sparse metadata is not offered; use leanmla.compat.flash_mla with indices.")
     if is_cp_round_robin:
         raise refuse("is_cp_round_robin", is_cp_round_robin, "Context parallelism is not offered through this function.")
+    tensors = {
+        "work_metadata_ptrs": work_metadata_ptrs, "work_info_set": work_info_set, "work_indptr": work_indptr,
+        "reduce_indptr": reduce_indptr, "reduce_final_map": reduce_final_map, "reduce_partial_map": reduce_partial_map,
+    }  # fmt: skip
+    _check_tensors(seqlens_kv_indptr.device, tensors)
+    for name, value in (
+        ("max_seqlen_qo", max_seqlen_qo), ("uni_seqlen_qo", uni_seqlen_qo), ("max_split_per_batch", max_split_per_batch)
+    ):  # fmt: skip
+        if not isinstance(value, int):
+            raise InvalidArgument(f"{name}: expected an integer (-1 for none), got {value!r}.")
     _check_q_lens(seqlens_qo_indptr, max_seqlen_qo, uni_seqlen_qo)
     batch = seqlens_kv_indptr.numel() - 1
     units = work_indptr.numel() - 1
@@ -167,11 +177,7 @@ def get_mla_metadata_v1(
         needed_partials = 0 if limit == 1 else min(needed, 2 * (units - 1))
         if limit is not None:
             needed = min(needed, batch * limit)
-    _check_tensors(
-        batch, needed, needed_partials, work_metadata_ptrs=work_metadata_ptrs, work_info_set=work_info_set, work_indptr=work_indptr,
-        reduce_indptr=reduce_indptr, reduce_final_map=reduce_final_map, reduce_partial_map=reduce_partial_map,
-        device=seqlens_kv_indptr.device,
-    )  # fmt: skip
+    _check_room(batch, needed, needed_partials, tensors)
 
     # fill_ takes its number along as a kernel argument; assigning to one element would copy it over and wait for that.
     pointers = work_metadata_ptrs.view(torch.int64)
@@ -264,11 +270,12 @@ def decode_update_mla_metadata_v1(
         raise refuse("num_heads_k", num_heads_k, "MLA has one KV head; pass 1.")
     _positive("kv_granularity", kv_granularity)
     batch = seqlens_kv_indptr.numel() - 1
-    _check_tensors(
-        batch, 0, 0, work_metadata_ptrs=work_metadata_ptrs, work_info_set=work_info_set, work_indptr=work_indptr,
-        reduce_indptr=reduce_indptr, reduce_final_map=reduce_final_map, reduce_partial_map=reduce_partial_map,
-        device=seqlens_kv_indptr.device,
-    )  # fmt: skip
+    tensors = {
+        "work_metadata_ptrs": work_metadata_ptrs, "work_info_set": work_info_set, "work_indptr": work_indptr,
+        "reduce_indptr": reduce_indptr, "reduce_final_map": reduce_final_map, "reduce_partial_map": reduce_partial_map,
+    }  # fmt: skip
+    _check_tensors(seqlens_kv_indptr.device, tensors)
+    _check_room(batch, 0, 0, tensors)
     if batch == 0 or work_info_set.shape[0] == 0:
         return
     unit_pages = -(-kv_granularity // page_size)
@@ -335,16 +342,20 @@ def _write_items(
 
 def _check_batch(qo: torch.Tensor, kv: torch.Tensor, last: torch.Tensor, page_size: int) -> None:
     _positive("page_size", page_size)
-    for name, t in (("seqlens_qo_indptr", qo), ("seqlens_kv_indptr", kv), ("kv_last_page_lens", last)):
-        if not isinstance(t, torch.Tensor) or t.dtype != torch.int32 or t.ndim != 1:
-            got = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
-            raise InvalidDtype(f"{name}: expected an int32 vector, got {got}.")
-        if t.device != kv.device:
-            raise InvalidArgument(f"{name}: expected on {kv.device} like seqlens_kv_indptr, got {t.device}.")
+    for name, t in (("seqlens_kv_indptr", kv), ("seqlens_qo_indptr", qo), ("kv_last_page_lens", last)):
+        check_tensor(name, t, torch.int32, (None,), kv.device if isinstance(kv, torch.Tensor) else None)
     if kv.numel() < 1 or qo.numel() != kv.numel():
         raise InvalidArgument(f"seqlens_qo_indptr: expected [batch+1] = [{kv.numel()}] entries, got {list(qo.shape)}.")
     if page_size > 1 and last.numel() != kv.numel() - 1:
         raise InvalidArgument(f"kv_last_page_lens: expected [batch] = [{kv.numel() - 1}], got {list(last.shape)}.")
+    if kv.device.type != "cpu":
+        return
+    for name, t in (("seqlens_qo_indptr", qo), ("seqlens_kv_indptr", kv)):
+        if int(t[0]) != 0 or bool((t[1:] < t[:-1]).any()):
+            raise InvalidTable(f"{name}: expected offsets rising from 0, got {t[:8].tolist()}...")
+    if page_size > 1:
+        for b in ((last < 0) | (last > page_size)).nonzero().flatten().tolist()[:1]:
+            raise InvalidTable(f"kv_last_page_lens[{b}]: expected at most page_size = {page_size} tokens, got {int(last[b])}.")
 
 
 def _check_q_lens(qo: torch.Tensor, max_seqlen_qo: int, uni_seqlen_qo: int) -> None:
@@ -362,7 +373,16 @@ def _check_q_lens(qo: torch.Tensor, max_seqlen_qo: int, uni_seqlen_qo: int) -> N
         )
 
 
-def _check_tensors(batch: int, work: int, partials: int, *, device: torch.device, **tensors: torch.Tensor) -> None:
+def _check_tensors(device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+    for name, t in tensors.items():
+        dtype = torch.uint64 if name == "work_metadata_ptrs" else torch.int32
+        if name == "work_metadata_ptrs" and isinstance(t, torch.Tensor) and t.dtype == torch.int64:
+            dtype = torch.int64
+        width = {"work_info_set": 8, "reduce_final_map": 2}.get(name)
+        check_tensor(name, t, dtype, (None,) if width is None else (None, width), device)
+
+
+def _check_room(batch: int, work: int, partials: int, tensors: dict[str, torch.Tensor]) -> None:
     room = {
         "work_metadata_ptrs": 2,
         "work_info_set": work,
@@ -371,20 +391,7 @@ def _check_tensors(batch: int, work: int, partials: int, *, device: torch.device
         "reduce_final_map": batch,
         "reduce_partial_map": partials,
     }
-    width = {"work_info_set": 8, "reduce_final_map": 2}
     for name, t in tensors.items():
-        wide = torch.uint64 if name == "work_metadata_ptrs" else torch.int32
-        if not isinstance(t, torch.Tensor):
-            raise InvalidArgument(
-                f"{name}: expected a tensor, got {type(t).__name__}. Allocate what get_mla_metadata_info_v1 says."
-            )
-        if t.dtype != wide and not (name == "work_metadata_ptrs" and t.dtype == torch.int64):
-            raise InvalidDtype(f"{name}: expected {wide}, got {t.dtype}. Allocate what get_mla_metadata_info_v1 says.")
-        if t.device != device:
-            raise InvalidArgument(f"{name}: expected on {device} like seqlens_kv_indptr, got {t.device}.")
-        if (t.ndim != 2 or t.shape[1] != width[name]) if name in width else t.ndim != 1:
-            want = f"[n, {width[name]}]" if name in width else "a vector"
-            raise InvalidArgument(f"{name}: expected {want}, got {list(t.shape)}.")
         if t.shape[0] < room[name]:
             raise CapacityExceeded(
                 f"{name}: this batch needs {room[name]} entries, got {t.shape[0]}. Allocate what get_mla_metadata_info_v1 says."

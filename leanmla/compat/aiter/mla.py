@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
+import numbers
 
 import torch
 
 from ... import device
 from ...cache import LatentCache
 from ...decode import mla_decode
-from ...errors import InvalidArgument, InvalidDtype, MissingScale
+from ...errors import InvalidArgument, InvalidDtype, InvalidTable, MissingScale
 from ...page_table import PageTable
 from ...problem import DIMS
-from .._arguments import refuse, renamed
+from .._arguments import check_tensor, refuse, renamed
 from .reduce import mla_reduce_v1
 
 __all__ = ["mla_decode_fwd"]
@@ -21,6 +23,7 @@ _THEIR_NAMES = {
     "out": "o", "data": "kv_buffer", "scale": "kv_scale", "cache": "kv_buffer", "table": "kv_indices",
     "kv_last_page_len": "kv_last_page_lens", "max_q_len": "max_seqlen_q", "page": "kv_indices",
 }  # fmt: skip
+_ANEW = "Make the metadata anew when lengths change."
 
 
 def mla_decode_fwd(
@@ -104,6 +107,8 @@ def mla_decode_fwd(
         raise refuse("nhead_kv", nhead_kv, "MLA has one KV head; pass 1.")
     if sm_scale is None:
         sm_scale = DIMS.qk_head_dim**-0.5
+    if not isinstance(o, torch.Tensor):
+        raise InvalidArgument(f"o: expected a tensor [total_q, H, {DIMS.v_head_dim}] to write to, got {type(o).__name__}.")
     with renamed(**_THEIR_NAMES):
         cache = _cache(kv_buffer, page_size, kv_scale)
         query, sm_scale = _query(q, o, q_scale, sm_scale)
@@ -115,8 +120,10 @@ def mla_decode_fwd(
         persistent = work_meta_data is not None
         if persistent:
             for name, t in metadata.items():
-                if t is None:
-                    raise InvalidArgument(f"{name}: expected a tensor, since work_meta_data is given, got None. Pass all six.")
+                if not isinstance(t, torch.Tensor):
+                    raise InvalidArgument(
+                        f"{name}: expected a tensor, since work_meta_data is given, got {type(t).__name__}. Pass all six."
+                    )
         step = _Step(query, cache, table, qo_indptr, sm_scale, causal, logit_cap, max_seqlen_q)
         if persistent and (return_logits or q.device.type == "cpu"):
             _check_against_call(step, o)
@@ -172,17 +179,24 @@ def _query(
         if isinstance(q, torch.Tensor) and q.dtype not in (torch.bfloat16, torch.float16):
             raise InvalidDtype(f"q: expected bfloat16, float16 or float8_e4m3fn, got {q.dtype}.")
         return q, sm_scale
-    if not isinstance(o, torch.Tensor) or o.dtype not in (torch.bfloat16, torch.float16):
-        raise InvalidDtype(f"o: expected bfloat16 or float16 for an fp8 q, got {getattr(o, 'dtype', type(o).__name__)}.")
+    if o.dtype not in (torch.bfloat16, torch.float16):
+        raise InvalidDtype(f"o: expected bfloat16 or float16 for an fp8 q, got {o.dtype}.")
     if q_scale is None:
         raise MissingScale("q_scale: an fp8 q needs its fp32 [1] scale, got None. Pass 1.0 if the values are unscaled.")
     # e4m3's 3 mantissa bits fit both 16-bit formats, its exponents too: this cast is exact.
     if isinstance(q_scale, torch.Tensor):
         if q_scale.numel() != 1 or q_scale.dtype != torch.float32:
             raise InvalidArgument(f"q_scale: expected float32 [1], got {q_scale.dtype} {list(q_scale.shape)}.")
+        if q_scale.device.type != "cpu" and q_scale.device != q.device:
+            raise InvalidArgument(f"q_scale: expected on q's device {q.device}, got {q_scale.device}.")
         if q_scale.is_cuda:
             return (q.to(torch.float32) * q_scale.reshape(())).to(o.dtype), sm_scale
-    return q.to(o.dtype), sm_scale * float(q_scale)
+    elif not isinstance(q_scale, numbers.Real):
+        raise InvalidArgument(f"q_scale: expected float32 [1] or a number, got {type(q_scale).__name__}.")
+    factor = float(q_scale)
+    if not math.isfinite(factor):
+        raise InvalidArgument(f"q_scale: expected a finite number, got {factor}.")
+    return q.to(o.dtype), sm_scale * factor if isinstance(sm_scale, numbers.Real) else sm_scale
 
 
 class _Step:
@@ -254,17 +268,22 @@ def _run_metadata(
     step: _Step, o, return_lse, keep_partials, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Run the work list as it is written."""
-    if work_info_set.ndim != 2 or work_info_set.shape[1] != 8:
-        raise InvalidArgument(f"work_info_set: expected [items, 8], got {list(work_info_set.shape)}.")
-    count = int(work_indptr[-1])
+    dev = step.q.device
+    check_tensor("work_indptr", work_indptr, torch.int32, (None,), dev)
+    check_tensor("work_info_set", work_info_set, torch.int32, (None, 8), dev)
+    check_tensor("reduce_indptr", reduce_indptr, torch.int32, (None,), dev)
+    check_tensor("reduce_final_map", reduce_final_map, torch.int32, (None, 2), dev)
+    check_tensor("reduce_partial_map", reduce_partial_map, torch.int32, (None,), dev)
+    count = int(work_indptr[-1]) if work_indptr.numel() else -1
     if not 0 <= count <= work_info_set.shape[0]:
         raise InvalidArgument(
             f"work_indptr[-1]: expected 0..{work_info_set.shape[0]} (rows of work_info_set), got {count}. Fill the metadata first."
         )
     info = work_info_set[:count].long()
     _check_items(step, info)
+    _check_reduction(info, reduce_indptr, reduce_final_map, reduce_partial_map)
     seq, partial, q_start, q_end, kv_start, kv_end = info[:, :6].unbind(1)
-    heads, total_q, dev = step.q.shape[1], step.q.shape[0], step.q.device
+    heads, total_q = step.q.shape[1], step.q.shape[0]
     size = reduce_partial_map.numel() * step.max_seqlen_q  # rows of the partial buffer
     lse = torch.full((total_q, heads), -torch.inf, device=dev) if return_lse else None
     out, out_lse, item, i = step.ranges(seq, q_start, q_end, kv_start, kv_end)
@@ -296,26 +315,40 @@ def _run_metadata(
 
 def _check_items(step: _Step, info: torch.Tensor) -> None:
     """Stale or foreign metadata would read other sequences' keys: refuse it."""
-    if info.numel() == 0:
-        return
-    kv, batch = step.table.kv_indptr.long(), step.table.batch
+    kv, qo, batch = step.table.kv_indptr.long(), step.qo_indptr.long(), step.table.batch
     seq = info[:, 0].clamp(0, max(batch - 1, 0))
-    wrong = (
-        (info[:, 0] != seq)
-        | (info[:, 2] < 0)
-        | (info[:, 3] < info[:, 2])
-        | (info[:, 3] > step.q.shape[0])
-        | (info[:, 3] - info[:, 2] > step.max_seqlen_q)
-        | (info[:, 5] < info[:, 4])
-        | (info[:, 4] < kv[seq])
-        | (info[:, 5] > kv[seq + 1])
-    )
-    if bool(wrong.any()):
-        k = int(wrong.nonzero()[0])
-        raise InvalidArgument(
-            f"work_info_set[{k}]: {info[k].tolist()} does not fit this batch (sequence, query rows or pages out of range). "
-            "Make the metadata anew when lengths change."
+    q_start, q_end, kv_start, kv_end = info[:, 2:6].unbind(1)
+    wrong = info[:, 0] != seq
+    if batch:
+        wrong |= (q_start < qo[seq]) | (q_end < q_start) | (q_end > qo[seq + 1]) | (q_end - q_start > step.max_seqlen_q)
+        wrong |= (kv_start < kv[seq]) | (kv_end < kv_start) | (kv_end > kv[seq + 1])
+    for k in wrong.nonzero().flatten().tolist()[:1]:
+        raise InvalidTable(
+            f"work_info_set[{k}]: {info[k].tolist()} does not fit this batch (sequence, query rows or pages out of range). {_ANEW}"
         )
+    if batch == 0:
+        return
+    # What an item leaves out of its sequence's keys is left out: the list drives the split. Rows that no item covers would stay
+    # as they were in ``o``.
+    q_len = torch.diff(qo)
+    got = torch.zeros_like(q_len).index_add_(0, seq, q_end - q_start)
+    for b in (got < q_len).nonzero().flatten().tolist()[:1]:
+        raise InvalidTable(f"work_info_set: covers {int(got[b])} of sequence {b}'s {int(q_len[b])} query rows. {_ANEW}")
+
+
+def _check_reduction(
+    info: torch.Tensor, reduce_indptr: torch.Tensor, reduce_final_map: torch.Tensor, reduce_partial_map: torch.Tensor
+) -> None:
+    """Every partial result is merged once, into its own rows; anything else would leave rows of ``o`` as they were."""
+    pending = {p: (lo, hi) for _, p, lo, hi in info[:, :4].tolist() if p >= 0 and hi > lo}
+    offsets, starts = reduce_indptr.tolist(), reduce_partial_map.tolist()
+    for (begin, end), (lo, hi) in zip(itertools.pairwise(offsets), reduce_final_map.tolist()):
+        for start in starts[begin:end] if hi > lo else ():
+            if pending.pop(start, None) != (lo, hi):
+                raise InvalidTable(f"reduce_partial_map: no item of work_info_set leaves rows {lo}..{hi} at {start}. {_ANEW}")
+    if pending:
+        start, (lo, hi) = next(iter(pending.items()))
+        raise InvalidTable(f"reduce_partial_map: nothing merges the partial result of rows {lo}..{hi} at {start}. {_ANEW}")
 
 
 def _run_splits(step: _Step, o: torch.Tensor, return_lse: bool, splits: int) -> tuple[torch.Tensor, torch.Tensor | None]:

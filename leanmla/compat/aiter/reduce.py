@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ... import device
-from ...errors import InvalidArgument, InvalidDtype
+from ...errors import InvalidArgument, InvalidTable
+from .._arguments import check_tensor
 
 __all__ = ["mla_reduce_v1"]
 
@@ -39,10 +40,18 @@ def mla_reduce_v1(
     0 and -inf; the result does not depend on the order of execution. Made of tensor operations that neither wait for the
     device nor allocate by content; :func:`mla_decode_fwd` on a GPU merges inside its kernels and does not call this.
     """
+    for name, t in (("final_output", final_output), ("partial_output", partial_output), ("partial_lse", partial_lse)):
+        if not isinstance(t, torch.Tensor):
+            raise InvalidArgument(f"{name}: expected a tensor, got {type(t).__name__}.")
+        if t.device != final_output.device:
+            raise InvalidArgument(f"{name}: expected on final_output's device {final_output.device}, got {t.device}.")
+    dev = final_output.device
     if partial_output.ndim == 4 and partial_output.shape[1] == 1:
         partial_output = partial_output.squeeze(1)
-    rows, heads = partial_output.shape[0], partial_output.shape[-2] if partial_output.ndim >= 2 else 0
-    if partial_output.ndim != 3 or partial_lse.numel() != rows * heads:
+    if partial_output.ndim != 3:
+        raise InvalidArgument(f"partial_output: expected [rows, 1, H, D] or [rows, H, D], got {list(partial_output.shape)}.")
+    rows, heads = partial_output.shape[:2]
+    if partial_lse.numel() != rows * heads:
         raise InvalidArgument(
             f"partial_lse: expected one value a row and head of partial_output {list(partial_output.shape)}, got {list(partial_lse.shape)}."
         )
@@ -50,26 +59,27 @@ def mla_reduce_v1(
         raise InvalidArgument(
             f"final_output: expected [total_q, {heads}, {partial_output.shape[-1]}] like partial_output, got {list(final_output.shape)}."
         )
-    if final_lse is not None and (final_lse.shape != final_output.shape[:2] or final_lse.dtype != torch.float32):
-        raise InvalidArgument(
-            f"final_lse: expected float32 {list(final_output.shape[:2])}, got {final_lse.dtype} {list(final_lse.shape)}."
-        )
-    for name, t in (
-        ("reduce_indptr", reduce_indptr),
-        ("reduce_final_map", reduce_final_map),
-        ("reduce_partial_map", reduce_partial_map),
-    ):
-        if t is not None and t.dtype != torch.int32:
-            raise InvalidDtype(f"{name}: expected int32, got {t.dtype}.")
+    if final_lse is not None:
+        check_tensor("final_lse", final_lse, torch.float32, final_output.shape[:2], dev)
+    check_tensor("reduce_indptr", reduce_indptr, torch.int32, (None,), dev)
+    check_tensor("reduce_partial_map", reduce_partial_map, torch.int32, (None,), dev)
+    if reduce_final_map is not None:
+        check_tensor("reduce_final_map", reduce_final_map, torch.int32, (None, 2), dev)
+        if reduce_final_map.shape[0] < reduce_indptr.numel() - 1:
+            raise InvalidArgument(
+                f"reduce_final_map: expected a row for each of {reduce_indptr.numel() - 1} groups, got {list(reduce_final_map.shape)}."
+            )
+    if not isinstance(max_seqlen_q, int) or max_seqlen_q < 0:
+        raise InvalidArgument(f"max_seqlen_q: expected an integer >= 0, got {max_seqlen_q!r}.")
     groups, slots, total_q = reduce_indptr.numel() - 1, reduce_partial_map.numel(), final_output.shape[0]
     if groups < 1 or slots < 1 or total_q < 1 or rows < 1:
         return
     lse = partial_lse.reshape(rows, heads).float()
-    dev = final_output.device
 
     begin = reduce_indptr[:-1].long()
     count = reduce_indptr[1:].long() - begin
     if dev.type == "cpu":
+        _check_contents(reduce_indptr, reduce_final_map, reduce_partial_map, max_seqlen_q, rows, total_q)
         most = int(count.max())
         if most == 0:
             return
@@ -100,6 +110,39 @@ def mla_reduce_v1(
     _scatter_rows(final_output, target, real, out)
     if final_lse is not None:
         _scatter_rows(final_lse, target, real, merged)
+
+
+def _check_contents(
+    reduce_indptr: torch.Tensor, reduce_final_map: torch.Tensor | None, reduce_partial_map: torch.Tensor, max_seqlen_q: int,
+    rows: int, total_q: int,
+) -> None:  # fmt: skip
+    """Refuse maps that lead outside the tensors, or past the rows that a group may have."""
+    offsets, slots = reduce_indptr.long(), reduce_partial_map.numel()
+    count = torch.diff(offsets)
+    if int(offsets[0]) != 0 or bool((count < 0).any()) or int(offsets[-1]) > slots:
+        raise InvalidTable(
+            f"reduce_indptr: expected offsets rising from 0 to at most {slots}, reduce_partial_map's entries, got {offsets[:8].tolist()}..."
+        )
+    if reduce_final_map is None:
+        lens = (total_q - torch.arange(count.numel()) * max_seqlen_q).clamp(0, max_seqlen_q)
+    else:
+        first, end = reduce_final_map[: count.numel()].long().unbind(1)
+        lens = end - first
+        for g in (
+            ((count > 0) & ((first < 0) | (lens < 0) | (end > total_q) | (lens > max_seqlen_q)))
+            .nonzero()
+            .flatten()
+            .tolist()[:1]
+        ):
+            raise InvalidTable(
+                f"reduce_final_map[{g}]: expected at most max_seqlen_q = {max_seqlen_q} of final_output's {total_q} rows, "
+                f"got {int(first[g])}..{int(end[g])}."
+            )
+    start = reduce_partial_map[: int(offsets[-1])].long()
+    for k in ((start < 0) | (start + torch.repeat_interleave(lens, count) > rows)).nonzero().flatten().tolist()[:1]:
+        raise InvalidTable(
+            f"reduce_partial_map[{k}]: expected rows within partial_output's {rows}, got {int(start[k])} onwards."
+        )
 
 
 def _scatter_rows(to: torch.Tensor, target: torch.Tensor, real: torch.Tensor, rows: torch.Tensor) -> None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from ...cache import LatentCache
+from ...checks import check_options
 from ...decode import DecodePlan, mla_decode
 from ...errors import CapacityExceeded, InvalidArgument, InvalidDtype, PlanMismatch
 from ...page_table import PageTable
 from ...problem import DIMS
-from .._arguments import joined_view, pages_as_bf16, refuse, renamed
+from .._arguments import check_tensor, joined_view, pages_as_bf16, refuse, renamed
 from .._fp16 import decode_fp16
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
@@ -136,7 +137,7 @@ class BatchMLAPagedAttentionWrapper:
             if value != want:
                 raise InvalidArgument(f"{name}: expected {want}, got {value!r}.")
         for name, value in (("num_heads", num_heads), ("page_size", page_size)):
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidArgument(f"{name}: expected a positive integer, got {value!r}.")
         if q_data_type not in (torch.bfloat16, torch.float16):
             raise InvalidDtype(f"q_data_type: expected bfloat16 or float16, got {q_data_type}.")
@@ -149,6 +150,9 @@ class BatchMLAPagedAttentionWrapper:
             ("kv_len_arr", kv_len_arr),
         ):
             _check_index(name, t, None)
+            if t.device.type != "cpu" and t.device != self.device:
+                raise InvalidArgument(f"{name}: expected on the CPU or the workspace's device {self.device}, got {t.device}.")
+        sm_scale = check_options(sm_scale=sm_scale, logit_cap=0.0, num_kv_splits=None, split_size=None)[0]
         batch = kv_len_arr.numel()
         for name, t in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
             if t.numel() != batch + 1:
@@ -171,7 +175,7 @@ class BatchMLAPagedAttentionWrapper:
         max_q_len = int(torch.diff(qo_host).max()) if batch else 0
         max_pages = int((-(-len_host // page_size)).max()) if batch else 0
         plan = _Plan(
-            batch, int(qo_host[-1]), max_q_len, max_pages, num_heads, page_size, bool(causal), float(sm_scale), q_data_type,
+            batch, int(qo_host[-1]), max_q_len, max_pages, num_heads, page_size, bool(causal), sm_scale, q_data_type,
             kv_data_type,
         )  # fmt: skip
 
@@ -289,8 +293,7 @@ class BatchMLAPagedAttentionWrapper:
         scaled = natural * (1.0 if natural_log else math.log2(math.e))  # a copy: the scratch that holds it is used again
         if lse is None:
             return values, scaled
-        if lse.shape != natural.shape or lse.dtype != torch.float32:
-            raise InvalidArgument(f"lse: expected float32 {list(natural.shape)}, got {lse.dtype} {list(lse.shape)}.")
+        check_tensor("lse", lse, torch.float32, natural.shape, natural.device)
         lse.copy_(scaled)
         return values, lse
 
@@ -328,10 +331,8 @@ class BatchMLAPagedAttentionWrapper:
         return kept
 
     def _run_fp16(self, plan: _Plan, q, ckv, kpe, out) -> tuple[torch.Tensor, torch.Tensor]:
-        if out is not None and (out.shape != (plan.total_q, plan.num_heads, DIMS.v_head_dim) or out.dtype != q.dtype):
-            raise InvalidArgument(
-                f"out: expected {q.dtype} [{plan.total_q}, {plan.num_heads}, {DIMS.v_head_dim}], got {out.dtype} {list(out.shape)}."
-            )
+        if out is not None:
+            check_tensor("out", out, q.dtype, (plan.total_q, plan.num_heads, DIMS.v_head_dim), q.device)
         table = PageTable.from_csr(self._indptr, self._indices, self._last, page_size=plan.page_size)
         if not ckv.is_cuda:
             with renamed(**_THEIR_NAMES):
@@ -377,6 +378,9 @@ class BatchMLAPagedAttentionWrapper:
                 raise InvalidArgument(f"{name}: expected one KV head, got {list(t.shape)}.")
             if t.dtype != plan.kv_dtype:
                 raise PlanMismatch(f"{name}: planned for {plan.kv_dtype}, got {t.dtype}. Plan again with this kv_data_type.")
+        for name, t in (("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
+            if t.device != self.device:
+                raise InvalidArgument(f"{name}: expected on the workspace's device {self.device}, got {t.device}.")
         if ckv_cache.ndim != kpe_cache.ndim or ckv_cache.shape[0] != kpe_cache.shape[0]:
             raise InvalidArgument(
                 f"kpe_cache: expected the pages of ckv_cache {list(ckv_cache.shape)}, got {list(kpe_cache.shape)}."
