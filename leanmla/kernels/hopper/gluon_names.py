@@ -5,6 +5,8 @@ Written against Triton 3.6.0. Later versions move some of them; kernels import f
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import (
@@ -35,6 +37,22 @@ except ImportError:
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 constexpr_function = gluon.constexpr_function
+
+
+def _with_old_name(module: ModuleType) -> ModuleType:
+    """Later versions call the copies ``async_load``."""
+    if not hasattr(module, "async_load"):
+        return module
+    renamed = ModuleType(module.__name__)
+    vars(renamed).update(vars(module), async_copy_global_to_shared=module.async_load)
+    return renamed
+
+
+async_copy, tma = _with_old_name(async_copy), _with_old_name(tma)
+
+# A method that lost its underscore in later versions.
+if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret  # type: ignore[attr-defined]
 
 __all__ = [
     "BlockedLayout",
