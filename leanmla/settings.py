@@ -7,13 +7,22 @@ from pathlib import Path
 
 from .errors import InvalidArgument
 
-__all__ = ["VARIABLES", "cache_directory", "cpu_threads", "default_backend", "popcorn_fd", "popcorn_seed"]
+__all__ = [
+    "VARIABLES",
+    "cache_directory",
+    "cpu_threads",
+    "default_backend",
+    "popcorn_fd",
+    "popcorn_seed",
+    "programmatic_launch",
+]
 
 #: name -> what it does; printed by ``leanmla info``.
 VARIABLES: dict[str, str] = {
     "LEANMLA_BACKEND": "backend to use where the caller says backend='auto'",
     "LEANMLA_CACHE_DIR": "where compiled CUDA kernels are kept (default: leanmla in $XDG_CACHE_HOME or ~/.cache)",
     "LEANMLA_CPU_THREADS": "threads of the cpu backend (default: torch.get_num_threads())",
+    "LEANMLA_PDL": "0: Hopper kernels do not begin while the kernel before them ends (programmatic dependent launch; default: 1)",
     "POPCORN_FD": "file descriptor on which 'leanmla contest' speaks the contest's line protocol; unset: tables for people",
     "POPCORN_SEED": "secret seed that the contest's protocol combines with each case's",
 }
@@ -40,6 +49,18 @@ def cpu_threads() -> int | None:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise InvalidArgument(f"LEANMLA_CPU_THREADS: expected a positive integer, got {text!r}. Unset it to follow torch.")
     return int(text)
+
+
+def programmatic_launch() -> bool:
+    """Whether a Hopper kernel may be set up while the kernel before it in the stream ends; it reads nothing before that has ended.
+
+    Raises:
+        InvalidArgument: it is neither 0 nor 1.
+    """
+    text = os.environ.get("LEANMLA_PDL", "").strip() or "1"
+    if text not in ("0", "1"):
+        raise InvalidArgument(f"LEANMLA_PDL: expected 0 or 1, got {text!r}. Unset it for 1.")
+    return text == "1"
 
 
 def popcorn_fd() -> str:

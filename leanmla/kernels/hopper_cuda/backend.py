@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from ... import settings
 from ...device import DeviceInfo, describe
 from ...errors import CapacityExceeded, InvalidArgument
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
@@ -145,10 +147,15 @@ def _enqueue(index: int, variant: compiler.Variant, grid: int, arguments: ctypes
     stream = driver.CUstream(torch.cuda.current_stream(index).cuda_stream)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))  # copied by the launch
 
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
+    config.sharedMemBytes, config.hStream = shape.shared_bytes, stream
+    if settings.programmatic_launch():
+        config.attrs, config.numAttrs = [_overlap()], 1
+
     def attempt() -> tuple:
-        return driver.cuLaunchKernel(
-            kernel, grid, 1, 1, shape.threads, 1, 1, shape.shared_bytes, stream, ctypes.addressof(parameters), 0
-        )
+        return driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(parameters), 0)
 
     answer = attempt()
     if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -157,7 +164,18 @@ def _enqueue(index: int, variant: compiler.Variant, grid: int, arguments: ctypes
 
         Device(index).set_current()
         answer = attempt()
-    compiler.check(answer, "cuLaunchKernel")
+    compiler.check(answer, "cuLaunchKernelEx")
+
+
+@functools.cache
+def _overlap():
+    """The launch attribute that lets a kernel begin before the kernel before it has ended; see wait_for_kernel_before in ptx.cuh."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def _check_cache(args: DecodeArgs) -> None:

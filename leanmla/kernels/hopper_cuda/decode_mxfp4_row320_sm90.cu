@@ -37,7 +37,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp
   const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;
   const int warp = warp_index(), lane = lane_index(), row_tile = blockIdx.x % a.tiles, worker = blockIdx.x / a.tiles;
   const u32 slot = shared + AT_RAW + warp * SLOT_BYTES, arrived = shared + RAW_ARRIVED + 8 * warp;
-  const int turn = a.counters[0];
   if (EARLY_QUERY) prefetch_guess(a, worker, row_tile);
   if (lane == 0) {
     if (warp < SCORERS / 32) barrier_init(arrived, 1);
@@ -52,6 +51,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp
     barrier_inits_visible();
   }
   __syncwarp();
+  wait_for_kernel_before();
+  let_kernel_after_begin();
+  const int turn = a.counters[0];
 
   const Piece piece = plan_piece(a, shared, worker);
   Segment s;

@@ -123,6 +123,13 @@ DEVICE int swap_release_acquire(int* p, int expected, int x) {
   return r;
 }
 
+// -- the kernel before and after in the stream ---------------------------------------------------------------------------
+
+// Launched to overlap (backend.py), the kernel before may still run: what it wrote can be read after this.
+DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Blocks of the kernel after may be set up from now on, where there is room; its own wait lasts until this one is complete.
+DEVICE void let_kernel_after_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // -- numbers -----------------------------------------------------------------------------------------------------------
 
 DEVICE float exp2_fast(float x) {
@@ -158,6 +165,17 @@ DEVICE float from_f16(u16 x) {
 DEVICE u16 pack_e4m3(float low, float high) {
   u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+// both e4m3 numbers as f16, exactly
+DEVICE u32 unpack_e4m3(u16 x) {
+  u32 r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
+  return r;
+}
+DEVICE u32 multiply_add_f16x2(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
 DEVICE u32 permute(u32 low, u32 high, u32 selectors) {

@@ -27,6 +27,8 @@ constexpr int SUM_SLICES = 16 / SCORE_SUMS;            // products of 32 values 
 constexpr int SUMS_AT_ONCE = SCORE_SUMS > 1 ? 2 : 1;  // they take turns
 constexpr int PRODUCTS_AHEAD = SUM_SLICES < 3 ? SUM_SLICES : 3;
 constexpr float DENOMINATOR_SHIFT = 30.f;
+constexpr float ROUGH_SCORE = 12.f;  // above, fp8 sums are too rough: 14 bits leave an error of about 1e-3 of a score
+constexpr float FAR_BELOW = 24.f;    // a key so far below the reference does not matter
 constexpr int EXPANSION = 13;  // e5m2 numbers are the values times 2^13: a deficit of 26 still leaves 0.5 a normal number
 
 // e5m2 bytes of 2^13 times 0, 0.5, 1, 1.5 and 2, 3, 4, 6
@@ -92,6 +94,25 @@ DEVICE float cap_score(const Arguments& a, float s) {
   const float series = fmaf(square, fmaf(square, fmaf(square, 62.f / 2835, -17.f / 315), 2.f / 15), -1.f / 3);
   const float large = a.cap * (1.f - 2.f * reciprocal(exp2_fast(r * 2.885390081777927f) + 1.f));
   return fabsf(r) < 0.25f ? fmaf(s, square * series, s) : large;
+}
+
+// Add 32 positions of two keys and both query halves to sums [2 of 8 rows][2 keys][2 rows], by f16 products: x as for multiply_scores,
+// `row` where query row g begins, `row_8` row g + 8, of which lo lies 16 rows on.
+DEVICE void add_precisely(float (&sum)[8], const u32* x, u32 row, u32 row_8, u32 chunk, u32 swizzle, u32 lo) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32 at = chunk + 16 * half ^ swizzle;
+    u32 a[4], b[4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      a[h] = permute(x[2 * half + h], 0, 0x1404), a[2 + h] = permute(x[2 * half + h], 0, 0x3424);
+      const u32 hi_bytes = load_u32((h ? row_8 : row) + at), lo_bytes = load_u32((h ? row_8 : row) + lo + at);
+#pragma unroll
+      for (int i = 0; i < 2; i++)  // hi + lo / 16 is the query's value itself
+        b[2 * h + i] = multiply_add_f16x2(unpack_e4m3((u16)(lo_bytes >> 16 * i)), 0x2C002C00u, unpack_e4m3((u16)(hi_bytes >> 16 * i)));
+    }
+    multiply_by_warp(sum, a, b);
+  }
 }
 
 // All segments of the piece from `s` on, which this warp fetches the first rows of, with `id` the page of the next. If `s` has rows at all,
@@ -233,13 +254,48 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
         add_sum(SCORE_SUMS - 1);
 
         float score[8], v[8];  // [2 of 8 rows][2 keys][2 rows]
+        bool precise_enough = true;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           const int h = k >> 1 & 1, j = (k >> 2) * 2 + (k & 1);
-          score[k] = cap_score(a, fmaf(fmaf(rope[8 + k], 0.0625f, rope[k]), scale[1][j], together[k] * scale[0][j]) * factor[h]);
+          score[k] = fmaf(fmaf(rope[8 + k], 0.0625f, rope[k]), scale[1][j], together[k] * scale[0][j]) * factor[h];
+          precise_enough &= !(fabsf(score[k]) > ROUGH_SCORE && (HAS_CAP || score[k] + e[h] > m[j] - FAR_BELOW));
+        }
+        if (__builtin_expect(!__all_sync(~0u, precise_enough), 0)) {
+          float all[8] = {}, rope_only[8] = {};
+#pragma unroll 1
+          for (int p = 0; p < 4; p++)
+#pragma unroll 1
+            for (int j = 0; j < 4; j++) {
+              u32 x[4];
+#pragma unroll
+              for (int h = 0; h < 2; h++) {
+                x[h] = load_u32((to ^ (j * 32)) + p * V_PANEL + h * 8 * 128);
+                x[2 + h] = load_u32((to ^ (j * 32 + 16)) + p * V_PANEL + h * 8 * 128);
+              }
+              const u32 query_row = shared + AT_Q + p * Q_PANEL + g * 128 + 4 * q;
+              add_precisely(all, x, query_row, query_row + 8 * 128, j * 32, g << 4, 16 * 128);
+            }
+          const Magnitudes first(permute(heads[0], 0, 0x4440 | (q >> 1))), second(permute(heads[1], 0, 0x4440 | (q >> 1)));
+          const u32 query_row = shared + AT_Q_ROPE + g * 64 + 4 * q;
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            u32 x[4];
+            expand(j ? rope_words[0].y : rope_words[0].x, first, x[0], x[2]);
+            expand(j ? rope_words[1].y : rope_words[1].x, second, x[1], x[3]);
+            add_precisely(rope_only, x, query_row, query_row + 8 * 64, j * 32, (g >> 1) << 4, 16 * 64);
+          }
+#pragma unroll
+          for (int k = 0; k < 8; k++) {
+            const int h = k >> 1 & 1, j = (k >> 2) * 2 + (k & 1);
+            score[k] = fmaf(rope_only[k], scale[1][j], all[k] * scale[0][j]) * factor[h];
+          }
         }
 #pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = score[k] + e[k >> 1 & 1];
+        for (int k = 0; k < 8; k++) {
+          score[k] = cap_score(a, score[k]);
+          v[k] = score[k] + e[k >> 1 & 1];
+        }
         if (i * KEYS + KEYS > seen_by_all) {  // by selection: what is masked may be NaN
           const uint2 low = load_u32x2(shared + AT_LIMITS + 8 * q), high = load_u32x2(shared + AT_LIMITS + 32 + 8 * q);
           const int limit[4] = {(int)low.x, (int)low.y, (int)high.x, (int)high.y};

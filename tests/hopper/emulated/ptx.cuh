@@ -340,6 +340,8 @@ inline int swap_release_acquire(int* p, int expected, int x) {
   return r;
 }
 inline void __syncthreads();
+inline void wait_for_kernel_before() {}
+inline void let_kernel_after_begin() {}
 
 inline float exp2_fast(float x) { const float y = exp2f(x); return y < 0x1p-126f ? 0.f : y; }
 inline float log2_fast(float x) { return log2f(x); }
@@ -348,6 +350,11 @@ inline u32 pack_f16(float low, float high) { return emulator::f16_bits(low) | (u
 inline u32 pack_bf16(float low, float high) { return emulator::bf16_bits(low) | (u32)emulator::bf16_bits(high) << 16; }
 inline float from_f16(u16 x) { return emulator::f16(x); }
 inline u16 pack_e4m3(float low, float high) { return (u16)(emulator::e4m3_bits(low) | emulator::e4m3_bits(high) << 8); }
+inline u32 unpack_e4m3(u16 x) { return emulator::f16_bits(emulator::e4m3((u8)x)) | (u32)emulator::f16_bits(emulator::e4m3(x >> 8)) << 16; }
+inline u32 multiply_add_f16x2(u32 a, u32 b, u32 c) {
+  const auto one = [](u32 x, u32 y, u32 z) { return (u32)emulator::f16_bits((float)((double)emulator::f16((u16)x) * emulator::f16((u16)y) + emulator::f16((u16)z))); };
+  return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;
+}
 inline u32 permute(u32 low, u32 high, u32 selectors) {
   const u64 bytes = low | (u64)high << 32;
   u32 r = 0;
