@@ -52,7 +52,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp
   }
   __syncwarp();
   wait_for_kernel_before();
-  let_kernel_after_begin();
   const int turn = a.counters[0];
 
   const Piece piece = plan_piece(a, shared, worker);
@@ -78,9 +77,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp
   if (warp < SCORERS / 32) {
     set_registers<SCORER_REGISTERS, LAUNCHED_REGISTERS>();
     if (piece.work) score_segments(a, piece, shared, row_tile, s, id);
+    let_kernel_after_begin();
   } else {
     set_registers<SUMMER_REGISTERS, LAUNCHED_REGISTERS>();
     if (warp == SCORERS / 32) turn_over(a, turn);
     if (piece.work) sum_segments(a, piece, shared, row_tile, s, turn);
+    else let_kernel_after_begin();
   }
 }

@@ -52,6 +52,7 @@ class Arrangement:
 
 
 _THREE = Arrangement("three_groups", groups=3, stages=4, blocks_per_sm=1, scorer_registers=120, summer_registers=152)
+_TWO_GROUPS = Arrangement("two_groups", groups=2, stages=4, blocks_per_sm=1, scorer_registers=168, summer_registers=168)
 _THREE_WARP = dataclasses.replace(_THREE, name="three_groups_warp", warp_products=True, early_query=True, parts=16)
 _TWO = Arrangement(
     "two_blocks", groups=1, stages=2, blocks_per_sm=2, scorer_registers=120, summer_registers=136, early_query=True, parts=16
@@ -66,9 +67,12 @@ ARRANGEMENTS: dict[str, Arrangement] = {
         _TWO,
         _THREE_WARP,
         _TWO_WARP,
-        dataclasses.replace(_THREE, name="three_groups_early", early_query=True, parts=16),
-        dataclasses.replace(_THREE, name="three_groups_16", parts=16),
-        Arrangement("two_groups", groups=2, stages=4, blocks_per_sm=1, scorer_registers=168, summer_registers=168),
+        dataclasses.replace(_THREE, name="three_groups_early", early_query=True),
+        dataclasses.replace(_THREE, name="three_groups_early_4", early_query=True, parts=4),
+        _TWO_GROUPS,
+        dataclasses.replace(_TWO_GROUPS, name="two_groups_early", early_query=True),
+        dataclasses.replace(_TWO_GROUPS, name="two_groups_early_4", early_query=True, parts=4),
+        dataclasses.replace(_TWO_GROUPS, name="two_groups_early_16", early_query=True, parts=16),
         dataclasses.replace(_THREE_WARP, name="three_groups_sums", score_sums=8),
         dataclasses.replace(_TWO_WARP, name="two_blocks_sums", score_sums=8),
         dataclasses.replace(_THREE_WARP, name="three_groups_cuts", fewest_tiles=2, cut_shift=8),

@@ -104,6 +104,7 @@ DEVICE void sum_segments(const Arguments& a, const Piece& piece, u32 shared, int
         if (lane == 0) barrier_arrive(shared + STAGE_EMPTY + 8 * (n % STAGES));
       }
 
+      if (!has_next(a, piece, s)) let_kernel_after_begin();  // only the end of the last segment is left
       // The groups' denominators, each against the reference that it saw last; the highest is the one of `sum`.
       barrier_wait(shared + SUMS_FULL, served & 1);
       float lse[4], inverse[4];
