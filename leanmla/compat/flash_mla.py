@@ -14,7 +14,7 @@ from ..decode import mla_decode
 from ..errors import InvalidArgument, InvalidDtype
 from ..page_table import PageTable
 from ..problem import DIMS
-from ._arguments import check_tensor, refuse, renamed
+from ._arguments import block_page_table, check_tensor, latent_cache, refuse, reword
 from ._fp16 import decode_fp16
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -136,7 +136,7 @@ def flash_mla_with_kvcache(
     batch, s_q, heads = q.shape[:3]
     if attn_sink is not None:
         check_tensor("attn_sink", attn_sink, torch.float32, (heads,), q.device)
-    with renamed(**_THEIR_NAMES):
+    try:
         _check_cache(k_cache, is_fp8_kvcache)
         if indices is None:
             if topk_length is not None:
@@ -147,11 +147,14 @@ def flash_mla_with_kvcache(
                 raise refuse("causal", causal, "With indices the mask is in the indices; pass False.")
             pages, table = _sparse(k_cache, indices, topk_length, batch, s_q)
         out, lse = _attend(q.flatten(0, 1), pages, table, softmax_scale, causal, is_fp8_kvcache)
+    except InvalidArgument as error:
+        reword(error, _THEIR_NAMES)
+        raise
     out = out.view(batch, s_q, heads, DIMS.v_head_dim)
     lse = lse.view(batch, s_q, heads)
     if attn_sink is not None:
         out = _sink(out, lse, attn_sink)
-    lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    lse.masked_fill_(lse == -torch.inf, torch.inf)
     return out, lse.transpose(1, 2).contiguous()
 
 
@@ -189,9 +192,9 @@ def _attend(
         return decode_fp16(q, (pages,), table.page_ids, table.cache_seqlens, sm_scale=softmax_scale, causal=causal)
     if is_fp8:
         rows = pages.view(torch.uint8) if pages.dtype == torch.int8 else pages
-        cache = LatentCache.from_tensors(rows, format="fp8_tile128", page_size=pages.shape[1])
+        cache = latent_cache(rows, format="fp8_tile128", page_size=pages.shape[1])
     else:
-        cache = LatentCache.from_tensors(pages, format="bf16", page_size=pages.shape[1])
+        cache = latent_cache(pages, format="bf16", page_size=pages.shape[1])
     return mla_decode(q, cache, table, sm_scale=softmax_scale, causal=causal, return_lse=True)  # type: ignore[return-value]
 
 
@@ -204,7 +207,7 @@ def _dense(
     assert block_table is not None and cache_seqlens is not None
     if isinstance(block_table, torch.Tensor) and block_table.ndim == 2 and block_table.shape[0] != batch:
         raise InvalidArgument(f"block_table: expected [{batch}, max_blocks] for q's batch, got {list(block_table.shape)}.")
-    return k_cache.squeeze(2), PageTable.from_block_table(block_table, cache_seqlens, page_size=k_cache.shape[1])
+    return k_cache.squeeze(2), block_page_table(block_table, cache_seqlens, k_cache.shape[1])
 
 
 def _sparse(
@@ -234,7 +237,7 @@ def _sparse(
         slots = torch.where(slots >= 0, slots // page * tokens + slots % page, -1)
     count = (pages.shape[0] - 1) * tokens + page
     pages = pages.as_strided((count, 1, pages.shape[2]), (stride, stride, pages.stride(2)))
-    return pages, PageTable.from_block_table(slots.int().contiguous(), keep.sum(1, dtype=torch.int32), page_size=1)
+    return pages, block_page_table(slots.int().contiguous(), keep.sum(1, dtype=torch.int32), 1)
 
 
 def _sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:

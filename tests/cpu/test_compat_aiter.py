@@ -210,6 +210,36 @@ def test_refusals_name_the_argument():
     refused(InvalidArgument, "^q_scale: expected float32", batch)
 
 
+def test_a_call_seen_before_is_wrapped_without_checks_and_others_are_not(monkeypatch):
+    from leanmla.compat import _arguments
+
+    built = []
+    for cls, name in ((PageTable, "from_csr"), (LatentCache, "from_tensors")):
+        original = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda *a, original=original, name=name, **k: built.append(name) or original(*a, **k))
+    monkeypatch.setattr(_arguments, "_passed", set())
+    batch = Batch([20, 40], [1, 2], page=16)
+    batch.call()
+    first = batch.o.clone()
+    batch.call()
+    assert sorted(built) == ["from_csr", "from_tensors"], "the second call is like the first"
+    assert torch.equal(batch.o, first)
+    batch.check()
+    scaled = Batch([20, 40], [1, 2], page=16, fp8=True)
+    scaled.call()
+    scaled.kv_scale.fill_(-1.0)
+    with pytest.raises(InvalidArgument, match="^kv_scale: expected a positive"):
+        scaled.call()
+    for name, bad in (("ids", "long"), ("kv", "float"), ("last", "long")):
+        other = Batch([20, 40], [1, 2], page=16)
+        setattr(other, name, getattr(getattr(other, name), bad)())
+        with pytest.raises(InvalidDtype):
+            other.call()
+    batch.page = True
+    with pytest.raises(InvalidArgument, match="^page_size"):
+        batch.call()
+
+
 def test_metadata_that_would_leave_rows_unwritten_are_refused():
     batch = Batch([300, 20], [2, 1])
     meta = batch.metadata("intra")

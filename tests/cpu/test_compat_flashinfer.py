@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from leanmla import LatentCache, PageTable
 from leanmla.compat._arguments import joined_view
@@ -168,6 +169,17 @@ def test_graph_buffers_keep_their_addresses_and_follow_plans():
     with pytest.raises(CapacityExceeded, match="^qo_indptr"):
         w.plan(**batch.plan)
     assert torch.equal(out, batch.run(w)), "a refused plan leaves no trace"
+
+
+def test_a_compiled_caller_gets_the_same():
+    """``run`` looks at addresses, so it is left out of the traced graph instead of being traced piece by piece."""
+    batch, w = Batch(), wrapper()
+    w.plan(**batch.plan)
+    want = batch.run(w)
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    assert torch.equal(torch.compile(lambda: batch.run(w) * 1, backend=graphs)(), want)
+    assert graphs.frame_count <= 3
 
 
 def test_refusals_name_the_argument():

@@ -14,7 +14,7 @@ from ...decode import mla_decode
 from ...errors import InvalidArgument, InvalidDtype, InvalidTable, MissingScale
 from ...page_table import PageTable
 from ...problem import DIMS
-from .._arguments import check_tensor, refuse, renamed
+from .._arguments import check_tensor, csr_page_table, latent_cache, refuse, reword
 from .reduce import mla_reduce_v1
 
 __all__ = ["mla_decode_fwd"]
@@ -109,29 +109,26 @@ def mla_decode_fwd(
         sm_scale = DIMS.qk_head_dim**-0.5
     if not isinstance(o, torch.Tensor):
         raise InvalidArgument(f"o: expected a tensor [total_q, H, {DIMS.v_head_dim}] to write to, got {type(o).__name__}.")
-    with renamed(**_THEIR_NAMES):
+    try:
         cache = _cache(kv_buffer, page_size, kv_scale)
         query, sm_scale = _query(q, o, q_scale, sm_scale)
-        table = PageTable.from_csr(kv_indptr, kv_indices, kv_last_page_lens, page_size=page_size)
-        metadata = {
-            "work_meta_data": work_meta_data, "work_indptr": work_indptr, "work_info_set": work_info_set,
-            "reduce_indptr": reduce_indptr, "reduce_final_map": reduce_final_map, "reduce_partial_map": reduce_partial_map,
-        }  # fmt: skip
+        table = csr_page_table(kv_indptr, kv_indices, kv_last_page_lens, page_size)
         persistent = work_meta_data is not None
         if persistent:
-            for name, t in metadata.items():
+            for name, t in (
+                ("work_meta_data", work_meta_data), ("work_indptr", work_indptr), ("work_info_set", work_info_set),
+                ("reduce_indptr", reduce_indptr), ("reduce_final_map", reduce_final_map), ("reduce_partial_map", reduce_partial_map),
+            ):  # fmt: skip
                 if not isinstance(t, torch.Tensor):
                     raise InvalidArgument(
                         f"{name}: expected a tensor, since work_meta_data is given, got {type(t).__name__}. Pass all six."
                     )
-        step = _Step(query, cache, table, qo_indptr, sm_scale, causal, logit_cap, max_seqlen_q)
-        if persistent and (return_logits or q.device.type == "cpu"):
+        if return_logits or (persistent and q.device.type == "cpu"):
+            step = _Step(query, cache, table, qo_indptr, sm_scale, causal, logit_cap, max_seqlen_q)
             _check_against_call(step, o)
-            logits, lse = _run_metadata(step, o, return_lse, return_logits, work_indptr, work_info_set, reduce_indptr,
-                                        reduce_final_map, reduce_partial_map)  # fmt: skip
-            return logits, lse
-        if return_logits:
-            _check_against_call(step, o)
+            if persistent:
+                return _run_metadata(step, o, return_lse, return_logits, work_indptr, work_info_set, reduce_indptr,
+                                     reduce_final_map, reduce_partial_map)  # fmt: skip
             return _run_splits(step, o, return_lse, num_kv_splits or 1)
         splits = num_kv_splits
         if persistent:
@@ -144,6 +141,9 @@ def mla_decode_fwd(
             query, cache, table, sm_scale=sm_scale, qo_indptr=qo_indptr, causal=causal, logit_cap=logit_cap,
             out=o, return_lse=return_lse, num_kv_splits=splits, max_q_len=max_seqlen_q,
         )  # fmt: skip
+    except InvalidArgument as error:
+        reword(error, _THEIR_NAMES)
+        raise
     return None, result[1] if return_lse else None
 
 
@@ -161,14 +161,14 @@ def _cache(kv_buffer: torch.Tensor, page_size: int, kv_scale: torch.Tensor | flo
         got = list(kv_buffer.shape) if isinstance(kv_buffer, torch.Tensor) else type(kv_buffer).__name__
         raise InvalidArgument(f"kv_buffer: expected [pages, page_size, 1, {DIMS.qk_head_dim}], got {got}.")
     if kv_buffer.dtype == torch.bfloat16:
-        return LatentCache.from_tensors(kv_buffer, format="bf16", page_size=page_size)
+        return latent_cache(kv_buffer, format="bf16", page_size=page_size)
     if not str(kv_buffer.dtype).startswith("torch.float8_e4m3"):  # fnuz passes on to the format's refusal, which explains it
         raise InvalidDtype(f"kv_buffer: expected bfloat16 or float8_e4m3fn, got {kv_buffer.dtype}.")
     if kv_scale is None:
         raise MissingScale(
             "kv_scale: an fp8 kv_buffer needs its fp32 [1] scale, got None. Pass 1.0 if the values are unscaled."
         )
-    return LatentCache.from_tensors(kv_buffer, kv_scale, format="fp8", page_size=page_size)
+    return latent_cache(kv_buffer, kv_scale, format="fp8", page_size=page_size)
 
 
 def _query(

@@ -14,7 +14,7 @@ from ...decode import DecodePlan, mla_decode
 from ...errors import CapacityExceeded, InvalidArgument, InvalidDtype, PlanMismatch
 from ...page_table import PageTable
 from ...problem import DIMS
-from .._arguments import check_tensor, joined_view, pages_as_bf16, refuse, renamed
+from .._arguments import check_tensor, csr_page_table, joined_view, latent_cache, pages_as_bf16, refuse, reword
 from .._fp16 import decode_fp16
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
@@ -253,6 +253,11 @@ class BatchMLAPagedAttentionWrapper:
         kernels: it is served by plain fp32 PyTorch, exact and slow; with use_cuda_graph, where the sizes of later plans are
         not known, its pages are copied to bf16 instead and lose three bits.
         """
+        if torch.compiler.is_compiling():
+            return _untraced(
+                self, q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse, profiler_buffer, kv_len, page_table,
+                return_lse_base_on_e,
+            )  # fmt: skip
         for name, value in (("profiler_buffer", profiler_buffer), ("kv_len", kv_len), ("page_table", page_table)):
             if value is not None:
                 raise refuse(name, value, "It belongs to a backend that is not offered; lengths and pages come from plan().")
@@ -268,17 +273,20 @@ class BatchMLAPagedAttentionWrapper:
         if ckv_cache.dtype == torch.float16 and not self._use_cuda_graph:
             values, natural = self._run_fp16(plan, q, ckv_cache, kpe_cache, out)
             return self._returned(values, natural, lse, return_lse, return_lse_base_on_e)
-        with renamed(**_THEIR_NAMES):
+        try:
             cache, indices = self._cache(plan, ckv_cache, kpe_cache)
-            table = PageTable.from_csr(self._indptr, indices, self._last, page_size=plan.page_size)
+            table = csr_page_table(self._indptr, indices, self._last, plan.page_size)
             options = {"sm_scale": plan.sm_scale, "qo_indptr": self._qo, "causal": plan.causal, "return_lse": return_lse}
-            scratch = None if torch.compiler.is_compiling() else self._scratch(plan, cache)
+            scratch = self._scratch(plan, cache)
             if scratch is None:
                 result = mla_decode(q, cache, table, out=out, max_q_len=plan.max_q_len, **options)  # type: ignore[arg-type]
             else:
                 if out is None:
                     out = q.new_empty(plan.total_q, plan.num_heads, DIMS.v_head_dim)
                 result = scratch.run(q, cache, table, out=out, **options)  # type: ignore[arg-type]
+        except InvalidArgument as error:
+            reword(error, _THEIR_NAMES)
+            raise
         if not return_lse:
             return result  # type: ignore[return-value]
         values, natural = result
@@ -335,8 +343,11 @@ class BatchMLAPagedAttentionWrapper:
             check_tensor("out", out, q.dtype, (plan.total_q, plan.num_heads, DIMS.v_head_dim), q.device)
         table = PageTable.from_csr(self._indptr, self._indices, self._last, page_size=plan.page_size)
         if not ckv.is_cuda:
-            with renamed(**_THEIR_NAMES):
+            try:
                 table.check_contents(ckv.shape[0])
+            except InvalidArgument as error:
+                reword(error, _THEIR_NAMES)
+                raise
         column = torch.arange(plan.max_pages, device=self.device)
         at = (self._indptr[:-1, None].long() + column).clamp(max=max(self._indices.numel() - 1, 0))
         ids = self._indices[at] if self._indices.numel() else torch.zeros_like(at, dtype=torch.int32)
@@ -356,10 +367,10 @@ class BatchMLAPagedAttentionWrapper:
             pages = pages_as_bf16((ckv, kpe), indices, used)
             indices = torch.arange(indices.numel(), dtype=torch.int32, device=indices.device)
         if pages.dtype == torch.bfloat16:
-            return LatentCache.from_tensors(pages, format="bf16", page_size=plan.page_size), indices
+            return latent_cache(pages, format="bf16", page_size=plan.page_size), indices
         if self._one is None:
             self._one = torch.ones(1, device=self.device)
-        return LatentCache.from_tensors(pages, self._one, format="fp8", page_size=plan.page_size), indices
+        return latent_cache(pages, self._one, format="fp8", page_size=plan.page_size), indices
 
     def _check_run(self, plan: _Plan, q_nope, q_pe, ckv_cache, kpe_cache) -> None:
         for name, t, width in (("q_nope", q_nope, DIMS.kv_lora_rank), ("q_pe", q_pe, DIMS.qk_rope_head_dim)):
@@ -385,6 +396,12 @@ class BatchMLAPagedAttentionWrapper:
             raise InvalidArgument(
                 f"kpe_cache: expected the pages of ckv_cache {list(ckv_cache.shape)}, got {list(kpe_cache.shape)}."
             )
+
+
+@torch.compiler.disable
+def _untraced(wrapper: BatchMLAPagedAttentionWrapper, *args):
+    """``run`` outside of a traced graph: what can be read in place depends on addresses."""
+    return wrapper.run(*args)
 
 
 def _check_index(name: str, t: torch.Tensor | None, dev: torch.device | None) -> None:
