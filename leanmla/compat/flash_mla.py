@@ -154,7 +154,7 @@ def flash_mla_with_kvcache(
     lse = lse.view(batch, s_q, heads)
     if attn_sink is not None:
         out = _sink(out, lse, attn_sink)
-    lse.masked_fill_(lse == -torch.inf, torch.inf)
+    lse.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)  # -inf alone changes, in one pass
     return out, lse.transpose(1, 2).contiguous()
 
 

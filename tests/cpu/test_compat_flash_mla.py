@@ -122,6 +122,15 @@ def test_more_rows_than_keys():
     assert bool(lse[0, :, 1].isfinite().all()) and bool(lse[1].isfinite().all())
 
 
+def test_nan_that_is_read_stays_in_lse():
+    arguments = dense(causal=False)
+    slot = arguments["block_table"][0, 0]
+    arguments["k_cache"] = arguments["k_cache"].clone()
+    arguments["k_cache"][slot, 0] = torch.nan
+    _, lse = flash_mla_with_kvcache(**arguments)
+    assert bool(lse[0].isnan().all()) and bool(lse[1].isfinite().all())
+
+
 def test_refusals_name_the_argument():
     def refused(exception, text, **changes):
         with pytest.raises(exception, match=text):
