@@ -88,7 +88,8 @@ def mla_decode_fwd(
     fused kernels, which neither wait nor read the metadata's contents, so that the call can be captured: intra-batch metadata
     give every sequence as many items as they have room for (fewer where the batch alone fills the device), the other modes ask
     for balance and get our planner's. Scratch comes from PyTorch's allocator in every call, as the original's does; in a capture
-    it comes from the graph's memory, so replays allocate nothing.
+    it comes from the graph's memory, so replays allocate nothing. On the CPU, lists that would read other sequences' keys, leave
+    rows without an item or a partial result unmerged are refused (InvalidTable).
 
     Differs from the original: any number of heads and page size, logit_cap works, q may be fp16; logits are returned on request
     only, and carry 16-bit values; fp8 is e4m3fn everywhere; a missing scale is refused, not taken as 1. ``q_scale`` given as a
