@@ -9,7 +9,7 @@ import leanmla
 from leanmla import LatentCache, PageTable
 from leanmla.device import describe
 from leanmla.kernels.hopper_cuda import compiler, launch_configs
-from leanmla.kernels.hopper_cuda.launch_configs import ARRANGEMENTS, DEFAULT
+from leanmla.kernels.hopper_cuda.launch_configs import ARRANGEMENTS
 from leanmla.reference import mla_decode_reference
 from leanmla.testing.cases import DecodeCase, case_grid
 from leanmla.testing.compare import compare
@@ -59,7 +59,7 @@ def run(inputs, **changes):
 
 @pytest.fixture(params=ARRANGEMENTS)
 def arrangement(request):
-    """Every arrangement of the kernel in turn; the one that is in use is DEFAULT."""
+    """Every arrangement of the kernel in turn."""
     with launch_configs.using(request.param) as chosen:
         yield chosen
 
@@ -94,9 +94,9 @@ def test_grid(case):
 
 
 @pytest.mark.parametrize("case", [case.replace(format=FORMAT) for case in MORE + SHAPES], ids=lambda c: c.id)
-@pytest.mark.parametrize("name", [name for name in ARRANGEMENTS if name != DEFAULT])
-def test_other_arrangements(name, case):
-    """The whole grid is for the one in use."""
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_arrangements(name, case):
+    """Whatever the size."""
     with launch_configs.using(name):
         check(case)
 

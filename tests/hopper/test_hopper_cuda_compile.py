@@ -17,14 +17,13 @@ from leanmla.errors import InvalidArgument
 from leanmla.kernels.hopper_cuda import compiler, launch_configs, tune
 from leanmla.kernels.hopper_cuda.arguments import Arguments, Divisor
 from leanmla.kernels.hopper_cuda.backend import BACKEND
-from leanmla.kernels.hopper_cuda.launch import choose_launch
+from leanmla.kernels.hopper_cuda.launch import arrangement_for, choose_launch
 from leanmla.kernels.hopper_cuda.launch_configs import ARRANGEMENTS
 from leanmla.problem import DecodeProblem
 
 H200 = DeviceInfo("cuda", "NVIDIA H200", "sm_90", 132, 232448, 141 << 30)
 PROBLEM = DecodeProblem("mxfp4_row320", 16, 64, 64, 1, False, 64, "block_table", 8192, 64 * 8192)
-VARIANTS = [compiler.Variant(False, True), compiler.Variant(True, False)]
-OTHERS = [compiler.Variant(False, False, ARRANGEMENTS[name]) for name in ("two_groups", "two_blocks")]
+VARIANTS = [compiler.Variant(fp16, cap, a) for a in ARRANGEMENTS.values() for fp16, cap in ((False, True), (True, False))]
 
 
 def compiler_here() -> str | None:
@@ -83,14 +82,13 @@ def product_loops(instructions: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.skipif(compiler_here() is None, reason="needs cuda-core with NVRTC (pip install 'leanmla[cuda]') or nvcc")
-@pytest.mark.parametrize("variant", VARIANTS + OTHERS, ids=lambda v: f"{v.arrangement.name}-{v.q_is_fp16}-{v.has_cap}")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.arrangement.name}-{v.q_is_fp16}-{v.has_cap}")
 def test_machine_code(variant, folder):
     instructions, usage = machine_code(variant, folder)
     # scores: 16 slices of 32 values and 2 of the rope part; values: 8 chunks of 4 x 16 keys
     assert count(instructions, "QGMMA") == 18
-    by_warp = variant.arrangement.warp_products
-    assert count(instructions, "HGMMA") == (0 if by_warp else 32)
-    assert count(instructions, "HMMA") == 12 + (64 if by_warp else 0)  # large scores again: a loop of 4, and the rope part's 8
+    assert count(instructions, "HGMMA") == 32
+    assert count(instructions, "HMMA") == 12  # large scores again: a loop of 4, and the rope part's 8
     # products overlap: ptxas waits for each of them where it finds an accumulator read too early
     assert sum("DEPBAR.LE gsb0, 0x0" in text for text in instructions) <= 3
     assert "ACQBULK" in " ".join(instructions) and "PREEXIT" in " ".join(
@@ -98,7 +96,7 @@ def test_machine_code(variant, folder):
     )  # waits for the kernel before, lets the next begin
     assert "UBLKCP" in " ".join(instructions)  # bulk copies
     # what belongs to a segment, not to a tile, may be kept on the stack
-    assert count(instructions, "LDL") + count(instructions, "STL") <= (64 if variant in VARIANTS else 200)
+    assert count(instructions, "LDL") + count(instructions, "STL") <= 64
     assert max(count(loop, "LDL") + count(loop, "STL") for loop in product_loops(instructions)) <= 16
     registers = re.search(r"REG:(\d+)", usage)
     shape = variant.arrangement
@@ -183,16 +181,20 @@ def test_launches():
 
 
 def test_arrangements():
-    with launch_configs.using("two_blocks"):
-        two = choose_launch(PROBLEM, H200)
-        many = choose_launch(PROBLEM.replace(num_heads=128), H200)
-        shown = dict(BACKEND.launch_config(PROBLEM, H200).extra)
-    assert (two.workers, two.grid, two.may_wait) == (264, 264, True)
-    assert (many.workers, many.grid, many.may_wait) == (33, 264, True)
-    assert shown == {"arrangement": "two_blocks", "stages": "2", "warps": "4 scoring + 4 summing"}
-    assert launch_configs.chosen().name == launch_configs.DEFAULT
+    """Two groups for few tiles a multiprocessor, three for many; row tiles count."""
+    for changes, name in (
+        ({}, "three_groups"),
+        ({"total_kv": 64 * 1024}, "two_groups"),
+        ({"total_kv": 64 * 1024, "num_heads": 128}, "three_groups"),
+    ):
+        problem = PROBLEM.replace(**changes)
+        assert dict(BACKEND.launch_config(problem, H200).extra)["arrangement"] == name
+        assert arrangement_for(problem, H200) is ARRANGEMENTS[name]
+        for other in ARRANGEMENTS:
+            with launch_configs.using(other):
+                assert arrangement_for(problem, H200).name == other
     for arrangement in ARRANGEMENTS.values():
-        assert arrangement.threads * arrangement.blocks_per_sm <= 512  # 128 registers a thread
+        assert arrangement.threads * arrangement.blocks_per_sm <= 512  # at least 128 registers a thread
         assert arrangement.blocks_per_sm * (arrangement.shared_bytes + 1024) <= 228 * 1024
     with (
         pytest.raises(InvalidArgument, match="arrangement: expected one of three_groups, .*, got 'four'"),
@@ -214,7 +216,7 @@ def test_tuning_says_why_it_cannot_run(capsys, tmp_path):
         pytest.skip("it can")
     assert tune.main(["--json", str(tmp_path / "none" / "t.json")]) == 2
     assert "--json: the folder" in capsys.readouterr().out
-    assert tune.main(["two_blocks"]) == 2
+    assert tune.main(["two_groups"]) == 2
     assert "backend='hopper_cuda' cannot run this: needs an NVIDIA Hopper GPU (sm_90)" in capsys.readouterr().out
     assert tune.main(["four"]) == 2
     assert "arrangement: expected one of" in capsys.readouterr().out

@@ -181,12 +181,15 @@ def test_queries_at_odd_addresses_are_not_read_in_pairs(filled):
 
 
 def test_a_plan_keeps_its_arrangement(filled):
-    """And calls without one take the arrangement in use, remembered or not."""
-    tensors, plan = call("mxfp4_row320"), plan_for("mxfp4_row320")
-    for name in (launch_configs.DEFAULT, "two_blocks", launch_configs.DEFAULT):
+    """And calls without one take the arrangement that is asked for, remembered or not."""
+    tensors = call("mxfp4_row320")
+    with launch_configs.using("three_groups"):
+        plan = plan_for("mxfp4_row320")
+        plan.run(*tensors, **OPTIONS)
+    for name in ("three_groups", "two_groups", "three_groups"):
         with launch_configs.using(name):
             for _ in range(2):
                 filled.clear()
                 mla_decode(*tensors, backend="hopper_cuda", **OPTIONS)
                 plan.run(*tensors, **OPTIONS)
-                assert [variant.arrangement.name for variant, *_ in filled] == [name, launch_configs.DEFAULT]
+                assert [variant.arrangement.name for variant, *_ in filled] == [name, "three_groups"]

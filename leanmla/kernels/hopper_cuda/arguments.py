@@ -22,7 +22,7 @@ _STRIDES = (
 )  # fmt: skip
 _INTEGERS = (
     "num_counters", "kind", "page_size", "whole_slots", "q_len", "batch", "heads", "tiles", "causal", "mode", "workers",
-    "splits", "may_wait", "unit_shift", "pairs",
+    "splits", "may_wait", "pairs",
 )  # fmt: skip
 _FLOATS = ("scale", "cap", "cap_inverse")
 
@@ -108,7 +108,6 @@ def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
         workers=launch.workers,
         splits=launch.splits,
         may_wait=launch.may_wait,
-        unit_shift=launch.unit_shift,
         pairs=_even(q) and _even(out),
         scale=args.sm_scale * _LOG2E,
         cap=cap,

@@ -14,8 +14,8 @@ from ...errors import CapacityExceeded, InvalidArgument
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
 from . import compiler
 from .arguments import HEADER, fill, refill
-from .launch import KEYS, MODES, ROWS, choose_launch
-from .launch_configs import Arrangement, chosen
+from .launch import KEYS, MODES, ROWS, arrangement_for, choose_launch
+from .launch_configs import Arrangement
 
 __all__ = ["BACKEND", "HopperCudaBackend", "Workspace"]
 
@@ -44,8 +44,9 @@ class HopperCudaBackend:
             return f"needs an NVIDIA Hopper GPU (sm_90), this device is {device.arch}"
         if problem.format != _FORMAT:
             return f"has a kernel for cache format '{_FORMAT}' only, this is '{problem.format}'"
-        if device.shared_memory and device.shared_memory < chosen().shared_bytes:
-            return f"needs {chosen().shared_bytes} bytes of shared memory a block, this device has {device.shared_memory}"
+        needed = arrangement_for(problem, device).shared_bytes
+        if device.shared_memory and device.shared_memory < needed:
+            return f"needs {needed} bytes of shared memory a block, this device has {device.shared_memory}"
         if not 1 <= problem.num_heads <= 128:
             return f"takes 1 to 128 heads, got {problem.num_heads}"
         if problem.num_kv_splits is not None and problem.num_kv_splits > _MAX_SPLITS:
@@ -58,7 +59,7 @@ class HopperCudaBackend:
         return compiler.unavailable()
 
     def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
-        launch, arrangement = choose_launch(problem, device), chosen()
+        launch, arrangement = choose_launch(problem, device), arrangement_for(problem, device)
         whole = problem.table_kind == "contiguous" or problem.page_size % ROWS == 0
         how = (
             f"{launch.workers} workers take equal pieces of the batch, planned on the device"
@@ -80,7 +81,8 @@ class HopperCudaBackend:
         )
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device) -> Workspace:
-        info, arrangement = describe(device), chosen()
+        info = describe(device)
+        arrangement = arrangement_for(problem, info)
         launch = choose_launch(problem, info, arrangement)
         # A later call may be smaller, and use more workers on fewer row tiles.
         slots = max(launch.slots, 2 * (info.num_sms * arrangement.blocks_per_sm + 1) if launch.mode == MODES["balanced"] else 0)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ... import settings
@@ -19,7 +19,7 @@ from ...errors import BackendUnavailable
 from ...files import write_whole
 from ...formats import mxfp4_row320
 from ...problem import DIMS
-from .launch_configs import Arrangement, chosen
+from .launch_configs import Arrangement
 
 __all__ = ["ENTRY", "SOURCE", "Variant", "compile_cubin", "cubin", "kernel", "source_text", "unavailable"]
 
@@ -35,7 +35,7 @@ class Variant:
 
     q_is_fp16: bool
     has_cap: bool
-    arrangement: Arrangement = field(default_factory=chosen)
+    arrangement: Arrangement
 
 
 def source_text(variant: Variant) -> str:

@@ -15,11 +15,12 @@
 #include "scores.cuh"
 #include "values.cuh"
 
-// Ask for the query and the page ids that this worker will need if all sequences are as long, before the plan says which; a wrong guess
-// costs nothing.
+// Ask L2 for the lengths, and for the query and page ids that this worker will need if all sequences are as long, before the plan says
+// which and while the kernel before may still run; a wrong guess costs nothing. First touches of a page also wait for its translation.
 DEVICE void prefetch_guess(const Arguments& a, int worker, int row_tile) {
   const int workers = a.mode == BALANCED ? a.workers : a.workers * a.batch;
   const float place = __fdividef((float)worker, (float)workers);
+  if (a.mode == BALANCED && threadIdx.x * 32 <= a.batch) prefetch_l2(a.lens + threadIdx.x * 32);
   if (a.ids != nullptr && threadIdx.x == THREADS - 1) {
     const i64 ids = a.kind == BLOCK_TABLE ? a.batch * a.ids_stride : a.ids_stride;
     if (ids > 0) prefetch_l2(a.ids + min((i64)(place * (float)ids), ids - 1));
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp
   const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;
   const int warp = warp_index(), lane = lane_index(), row_tile = blockIdx.x % a.tiles, worker = blockIdx.x / a.tiles;
   const u32 slot = shared + AT_RAW + warp * SLOT_BYTES, arrived = shared + RAW_ARRIVED + 8 * warp;
-  if (EARLY_QUERY) prefetch_guess(a, worker, row_tile);
+  prefetch_guess(a, worker, row_tile);
   if (lane == 0) {
     if (warp < SCORERS / 32) barrier_init(arrived, 1);
     if (warp == SCORERS / 32) {
@@ -63,12 +64,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp
     if (s.rows > 0) {
       const int first = s.lo + warp / 4;  // of this warp's group
       QueryRows<THREADS / 32> query;
-      if (EARLY_QUERY) query.load(a, s, row_tile, warp);  // comes in while the page id does
+      query.load(a, s, row_tile, warp);  // comes in while the page id does
       if (warp < SCORERS / 32 && first < s.hi) {
         fetch_rows(a, s, first, warp & 3, page_id(a, s, first, warp & 3), slot, arrived);
         id = page_id(a, s, first + GROUPS, warp & 3);
       }
-      if (!EARLY_QUERY) query.load(a, s, row_tile, warp);
       query.convert(a, s, shared, row_tile, warp);
     }
   }

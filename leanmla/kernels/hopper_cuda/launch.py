@@ -8,7 +8,7 @@ from ...device import DeviceInfo
 from ...problem import DecodeProblem
 from .launch_configs import Arrangement, chosen
 
-__all__ = ["KEYS", "MODES", "ROWS", "TABLE_KINDS", "CudaLaunch", "choose_launch"]
+__all__ = ["KEYS", "MODES", "ROWS", "TABLE_KINDS", "CudaLaunch", "arrangement_for", "choose_launch"]
 
 KEYS = 64  #: a tile
 ROWS = 16  #: (query token, head) pairs a block works on
@@ -25,18 +25,30 @@ class CudaLaunch:
     kind: int  #: see TABLE_KINDS
     mode: int  #: see MODES
     workers: int  #: pieces of the batch, or splits of a sequence in the fixed modes
-    splits: int  #: balanced: fewest tiles a piece; otherwise splits, or tiles a split
-    unit_shift: int  #: balanced: pieces are rounded up by at most 2**-unit_shift
+    splits: int  #: balanced: 1; otherwise splits, or tiles a split
     grid: int
     may_wait: bool  #: all blocks run at once, so they may wait for each other (with patience)
     slots: int  #: partial results
 
 
+def _row_tiles(problem: DecodeProblem) -> int:
+    return max(1, -(-problem.num_heads * problem.max_q_len // ROWS))
+
+
+def _most_tiles(problem: DecodeProblem) -> int:
+    return problem.total_kv // KEYS + max(problem.batch, 1)
+
+
+def arrangement_for(problem: DecodeProblem, device: DeviceInfo) -> Arrangement:
+    """How blocks are put together for ``problem``."""
+    return chosen(_row_tiles(problem) * _most_tiles(problem) / max(device.num_sms, 1))
+
+
 def choose_launch(problem: DecodeProblem, device: DeviceInfo, arrangement: Arrangement | None = None) -> CudaLaunch:
-    """The launch for ``problem`` (by default of the arrangement in use); only shapes and options matter, never the contents of a tensor."""
-    arrangement = arrangement or chosen()
+    """The launch for ``problem`` (by default of its own arrangement); only shapes and options matter, never the contents of a tensor."""
+    arrangement = arrangement or arrangement_for(problem, device)
     resident = device.num_sms * arrangement.blocks_per_sm
-    tiles = max(1, -(-problem.num_heads * problem.max_q_len // ROWS))
+    tiles = _row_tiles(problem)
     batch = max(problem.batch, 1)
     if problem.num_kv_splits is not None:
         mode, workers, splits = MODES["fixed count"], problem.num_kv_splits, problem.num_kv_splits
@@ -44,8 +56,8 @@ def choose_launch(problem: DecodeProblem, device: DeviceInfo, arrangement: Arran
         mode, splits = MODES["fixed size"], problem.split_size // KEYS
         workers = max(1, -(-problem.max_kv_len // problem.split_size))
     else:
-        mode, splits = MODES["balanced"], arrangement.fewest_tiles
-        workers = max(1, min(resident // tiles, problem.total_kv // KEYS + batch))
+        mode, splits = MODES["balanced"], 1
+        workers = max(1, min(resident // tiles, _most_tiles(problem)))
     balanced = mode == MODES["balanced"]
     grid = workers * tiles * (1 if balanced else batch)
     return CudaLaunch(
@@ -54,7 +66,6 @@ def choose_launch(problem: DecodeProblem, device: DeviceInfo, arrangement: Arran
         mode=mode,
         workers=workers,
         splits=splits,
-        unit_shift=arrangement.cut_shift,
         grid=grid,
         may_wait=balanced and grid <= resident,
         slots=(2 * workers + 2) * tiles if balanced else (grid if workers > 1 else 0),

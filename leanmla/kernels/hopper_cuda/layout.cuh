@@ -1,7 +1,7 @@
 // What every part of the kernel shares: its arguments, the division of a block into roles, and the map of shared memory.
 // The constants ROW_BYTES, DEFICITS_AT, EXPONENT_AT, DEFICIT_UNIT, LATENT and ROPE come from the Python definition of the cache
-// format, GROUPS, STAGES, BLOCKS_PER_SM, the two numbers of registers, WARP_PRODUCTS, SCORE_SUMS, EARLY_QUERY and PARTS from the
-// arrangement (launch_configs.py); compiler.py puts them in front of this file. Q_IS_FP16 and HAS_CAP are macros of the variant.
+// format, GROUPS, STAGES, BLOCKS_PER_SM, the two numbers of registers, and PARTS from the arrangement
+// (launch_configs.py); compiler.py puts them in front of this file. Q_IS_FP16 and HAS_CAP are macros of the variant.
 #pragma once
 #include "ptx.cuh"
 
@@ -80,7 +80,7 @@ struct Arguments {
   int num_counters, kind, page_size;
   int whole_slots;                                // the 16 rows of a slot are one piece of 5120 bytes
   int q_len, batch, heads, tiles, causal;
-  int mode, workers, splits, may_wait, unit_shift;  // see schedule.cuh
+  int mode, workers, splits, may_wait;  // see schedule.cuh
   int pairs;                                        // q and out may be accessed two values at a time
   float scale;                                      // sm_scale * log2(e)
   float cap, cap_inverse;                           // cap * log2(e) and its reciprocal

@@ -66,16 +66,17 @@ DEVICE int count_in(int* counter, int splits, int stay, bool waits) {
 }
 
 // One float4 a thread of the summing group: chunk c = 4 * warp of the layout + j.
+template <int PARTS_AT_ONCE>
 DEVICE void merge_chunk(const Arguments& a, const Segment& s, const Shares& x, int row_tile, int c) {
   const int thread = threadIdx.x & 127, lane = thread & 31, g = lane >> 2, j = c & 3, pair = thread >> 5;
   const int row = (j >> 1) * 8 + 2 * (lane & 3) + (j & 1);
   float m = MASKED, total = 0.f;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int at = 0; at < x.splits; at += PARTS) {  // PARTS partial results in flight
-    float4 part[PARTS];
-    float lse[PARTS];
+  for (int at = 0; at < x.splits; at += PARTS_AT_ONCE) {  // so many in flight
+    float4 part[PARTS_AT_ONCE];
+    float lse[PARTS_AT_ONCE];
 #pragma unroll
-    for (int k = 0; k < PARTS; k++) {
+    for (int k = 0; k < PARTS_AT_ONCE; k++) {
       const int split = at + k;
       const i64 slot = split == 0 ? x.first_slot : x.next_slot + (i64)(split - 1) * x.step;
       const bool real = split < x.splits;
@@ -84,13 +85,13 @@ DEVICE void merge_chunk(const Arguments& a, const Segment& s, const Shares& x, i
     }
     float top = m;
 #pragma unroll
-    for (int k = 0; k < PARTS; k++) top = fmaxf(top, lse[k]);
+    for (int k = 0; k < PARTS_AT_ONCE; k++) top = fmaxf(top, lse[k]);
     const float reference = top == MASKED ? 0.f : top, old = exp2_fast(m - reference);
     m = top;
     total *= old;
     sum.x *= old, sum.y *= old, sum.z *= old, sum.w *= old;
 #pragma unroll
-    for (int k = 0; k < PARTS; k++) {
+    for (int k = 0; k < PARTS_AT_ONCE; k++) {
       const float weight = exp2_fast(lse[k] - reference);  // of a part without keys, which holds zeros, 0
       total += weight;
       sum.x = fmaf(weight, part[k].x, sum.x), sum.y = fmaf(weight, part[k].y, sum.y);
@@ -116,5 +117,9 @@ DEVICE void meet(const Arguments& a, const Piece& piece, const Segment& s, const
   sync_threads(SUMMING, SUMMERS);
   const int role = load_u32(shared + AT_PLAN + 120);
   if (role == NOTHING) return;
-  for (int c = role == SHARE ? x.rank : 0; c < 16; c += role == SHARE ? x.stay : 1) merge_chunk(a, s, x, row_tile, c);
+  for (int c = role == SHARE ? x.rank : 0; c < 16; c += role == SHARE ? x.stay : 1)
+    if (x.splits <= 4)
+      merge_chunk<4>(a, s, x, row_tile, c);
+    else
+      merge_chunk<PARTS>(a, s, x, row_tile, c);
 }

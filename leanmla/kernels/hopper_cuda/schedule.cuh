@@ -78,8 +78,8 @@ DEVICE Piece plan_piece(const Arguments& a, u32 shared, int worker) {
       total += scan_block(shared, tiles_on_line(a, at + threadIdx.x), unused);
     }
     int piece = max((total + a.workers - 1) / a.workers, a.splits);
-    // Rounded up to a multiple of a power of two at most 2^-unit_shift of it, so that equal lengths are cut at equal places.
-    const int unit = 1 << max(31 - __clz(piece) - a.unit_shift, 0);
+    // Rounded up to a multiple of a power of two at most 1/16 of it, so that equal lengths are cut at equal places.
+    const int unit = 1 << max(31 - __clz(piece) - 4, 0);
     piece = (piece + unit - 1) / unit * unit;
     p.start = min(worker * piece, total);
     p.end = min(p.start + piece, total);

@@ -16,16 +16,13 @@
 // The reference m is one for the whole block and rises only where a score exceeds it by 8 (P is f16, exact to 2^8 times that), so
 // nearly always a tile needs no maximum over its keys. With several groups it is handed from tile to tile, from group to group, in order.
 //
-// SCORE_SUMS: fp8 wgmma keeps about 14 bits of a running sum, so 512 / SCORE_SUMS latent values have one of their own, and these are added
-// in fp32. A sum is read once all products of the next are under way, so it is hardly waited for.
+// fp8 wgmma keeps about 14 bits of a running sum, an error of 1e-3 of a score. A tile with scores that are so large that this shows, and
+// that matter, has all its scores computed again, by f16 products from the values just stored, with fp32 sums.
 #pragma once
 #include "query.cuh"
 #include "schedule.cuh"
 
 constexpr float HEADROOM = 8.f;
-constexpr int SUM_SLICES = 16 / SCORE_SUMS;            // products of 32 values in a sum
-constexpr int SUMS_AT_ONCE = SCORE_SUMS > 1 ? 2 : 1;  // they take turns
-constexpr int PRODUCTS_AHEAD = SUM_SLICES < 3 ? SUM_SLICES : 3;
 constexpr float DENOMINATOR_SHIFT = 30.f;
 constexpr float ROUGH_SCORE = 12.f;  // above, fp8 sums are too rough: 14 bits leave an error of about 1e-3 of a score
 constexpr float FAR_BELOW = 24.f;    // a key so far below the reference does not matter
@@ -184,12 +181,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
         barrier_wait(shared + STAGE_EMPTY + 8 * stage, (n / STAGES & 1) ^ 1);
 
         // products with hi, then with lo: [2 of 8 rows][2 keys][2 rows]
-        float latent[SUMS_AT_ONCE][16], rope[16], together[8];
-        const auto add_sum = [&](int i) {
-          const float* x = latent[i % SUMS_AT_ONCE];
-#pragma unroll
-          for (int k = 0; k < 8; k++) together[k] = fmaf(x[8 + k], 0.0625f, i == 0 ? x[k] : together[k] + x[k]);
-        };
+        float latent[16], rope[16];
         const u32 to = value_at + stage * V_BYTES;
 #pragma unroll
         for (int p = 0; p < 4; p++) {
@@ -212,11 +204,9 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
               store_u32((to ^ (j * 32 + 16)) + p * V_PANEL + h * 8 * 128, x[2 + h]);
             }
             products_begin();
-            const int slice = 4 * p + j, at = slice / SUM_SLICES;
-            multiply_scores(latent[at % SUMS_AT_ONCE], x, query + ((p * Q_PANEL + j * 32) >> 4), slice % SUM_SLICES != 0);
+            multiply_scores(latent, x, query + ((p * Q_PANEL + j * 32) >> 4), p + j > 0);
             products_commit();
-            products_wait<PRODUCTS_AHEAD>();
-            if (at > 0 && slice % SUM_SLICES == SUM_SLICES - 1) add_sum(at - 1);  // what is under way belongs to sum `at`
+            products_wait<3>();
           }
         }
         {
@@ -251,14 +241,13 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
           load_front();
         }
         products_wait<0>();
-        add_sum(SCORE_SUMS - 1);
 
         float score[8], v[8];  // [2 of 8 rows][2 keys][2 rows]
         bool precise_enough = true;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           const int h = k >> 1 & 1, j = (k >> 2) * 2 + (k & 1);
-          score[k] = fmaf(fmaf(rope[8 + k], 0.0625f, rope[k]), scale[1][j], together[k] * scale[0][j]) * factor[h];
+          score[k] = fmaf(fmaf(rope[8 + k], 0.0625f, rope[k]), scale[1][j], fmaf(latent[8 + k], 0.0625f, latent[k]) * scale[0][j]) * factor[h];
           precise_enough &= !(fabsf(score[k]) > ROUGH_SCORE && (HAS_CAP || score[k] + e[h] > m[j] - FAR_BELOW));
         }
         if (__builtin_expect(!__all_sync(~0u, precise_enough), 0)) {
@@ -364,7 +353,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
           v[k + 2] = exp2_fast(v[k + 2] - m[j]);
         }
         store_matrices_transposed(probability_at + stage * P_BYTES, pack_f16(v[0], v[1]), pack_f16(v[2], v[3]), pack_f16(v[4], v[5]), pack_f16(v[6], v[7]));
-        if (!WARP_PRODUCTS) fence_async_proxy();  // wgmma reads probabilities
+        fence_async_proxy();  // wgmma reads probabilities
         __syncwarp();
         if (lane == 0) barrier_arrive(shared + STAGE_FULL + 8 * stage);
       }

@@ -9,10 +9,6 @@
 #pragma once
 #include "reduction.cuh"
 
-//
-// WARP_PRODUCTS: mma.sync instead of wgmma, with the same registers: each warp has its own 128 values anyway, so wgmma only adds waiting for
-// groups of products. The probabilities of a tile are then loaded into registers once, and four sums at a time take turns.
-
 DEVICE void rescale_sums(float (&sum)[8][8], u32 shared, int stage, int lane) {
   if (!load_u32(shared + AT_FLAGS + 4 * stage)) return;
   const u32 at = shared + AT_RESCALE + stage * 64 + 8 * (lane & 3);
@@ -28,33 +24,6 @@ DEVICE void rescale_sums(float (&sum)[8][8], u32 shared, int stage, int lane) {
 DEVICE void to_operand(u32 (&x)[4], const u32* pair) {
   x[0] = permute(pair[0], 0, 0x2404), x[1] = pair[0] & 0xFF00FF00u;
   x[2] = permute(pair[1], 0, 0x2404), x[3] = pair[1] & 0xFF00FF00u;
-}
-
-DEVICE void add_tile_by_warp(float (&sum)[8][8], u32 shared, int stage, int warp, int lane) {
-  const u32 row = lane & 7, values = shared + AT_V + stage * V_BYTES + warp * V_PANEL + lane * 128;
-  const u32 probability_row = shared + AT_P + stage * P_BYTES + (row + (lane >> 4) * 8) * 128;
-  u32 p[4][4], pairs[2][2][4];  // [this step and the next][2 chunks]
-  // step i: chunks 2 (i / 2) and the next, keys 32 (i % 2) on
-  const auto load_step = [&](int i) {
-#pragma unroll
-    for (int c = 0; c < 2; c++) load_matrices_transposed(pairs[i & 1][c], values + (i & 1) * 32 * 128 + ((((i & ~1) + c) ^ row) << 4));
-  };
-#pragma unroll
-  for (int k = 0; k < 4; k++) load_matrices(p[k], probability_row + (((2 * k + ((lane >> 3) & 1)) ^ row) << 4));
-  load_step(0);
-  rescale_sums(sum, shared, stage, lane);
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    if (i < 7) load_step(i + 1);
-#pragma unroll
-    for (int k = 0; k < 2; k++)
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        u32 x[4];
-        to_operand(x, pairs[i & 1][c] + 2 * k);
-        multiply_by_warp(sum[(i & ~1) + c], x, p[2 * (i & 1) + k]);
-      }
-  }
 }
 
 DEVICE void add_tile(float (&sum)[8][8], u32 shared, int stage, int warp, int lane) {
@@ -96,10 +65,7 @@ DEVICE void sum_segments(const Arguments& a, const Piece& piece, u32 shared, int
 #pragma unroll 1
       for (int i = s.lo; i < s.hi; i++, n++) {
         barrier_wait(shared + STAGE_FULL + 8 * (n % STAGES), n / STAGES & 1);
-        if constexpr (WARP_PRODUCTS)
-          add_tile_by_warp(sum, shared, n % STAGES, warp, lane);
-        else
-          add_tile(sum, shared, n % STAGES, warp, lane);
+        add_tile(sum, shared, n % STAGES, warp, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared + STAGE_EMPTY + 8 * (n % STAGES));
       }
