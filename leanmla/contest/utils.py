@@ -63,6 +63,8 @@ def compare(
         return False, f"The output is not a tensor but a {type(output).__name__}."
     if output.shape != expected.shape:
         return False, f"The output has shape {list(output.shape)}, expected {list(expected.shape)}."
+    if output.layout != torch.strided:
+        return False, f"The output has layout {_short(output.layout)}, expected an ordinary (strided) tensor."
     if output.dtype != expected.dtype:
         return False, f"The output has dtype {_short(output.dtype)}, expected {_short(expected.dtype)}."
     if output.device != expected.device:
@@ -85,8 +87,8 @@ def compare(
     )
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _short(kind: torch.dtype | torch.layout) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def match_reference(

@@ -75,6 +75,7 @@ def test_the_check_says_what_is_wrong_in_one_sentence():
     wrong(None, "not a tensor but a NoneType")
     wrong(good[:1], "shape [1, 16, 512], expected [2, 16, 512]")
     wrong(good.float(), "dtype float32, expected bfloat16")
+    wrong(good.to_sparse(), "layout sparse_coo, expected an ordinary")
     wrong(good.to("meta"), "on meta, expected on cpu")
     nan = good.clone()
     nan[1, 3, 7] = torch.nan
