@@ -678,7 +678,7 @@ class Kernel:
         self.constants = {n for n, kind in function.__annotations__.items() if "constexpr" in str(kind)}
 
     def __getitem__(self, grid):
-        def launch(*args, maxnreg=None, **named):
+        def launch(*args, maxnreg=None, launch_pdl=False, **named):
             values = dict(zip(self.arg_names, args)) | named
             assert values.keys() == set(self.arg_names), values.keys() ^ set(self.arg_names)
             given = {
@@ -752,6 +752,8 @@ ASM = {
         "rcp.approx.f32 $0, $1;": lambda x: Tensor(np.float32(1) / x.data, FLOAT32),
         "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;": lambda x: val(x),
         "fence.acq_rel.gpu; mov.u32 $0, 0;": _nothing,
+        "griddepcontrol.wait; mov.u32 $0, 0;": _nothing,
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;": _nothing,
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;": _nothing,
         "{ .reg .pred p; setp.lt.s32 p, $2, 9; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }": _nothing,
         """prefetch.global.L2 [$1]; prefetch.global.L2 [$1+32]; prefetch.global.L2 [$1+64]; prefetch.global.L2 [$1+96];
@@ -925,7 +927,17 @@ def emulated(name):
         package.__path__ = []
         sys.modules[PACKAGE] = package
         sys.modules[f"{PACKAGE}.gluon_names"] = _names()
-        for part in ("launch", "host_plan", "pages", "schedule", "arguments", "softmax", "reduction", "loader"):
+        for part in (
+            "launch",
+            "host_plan",
+            "pages",
+            "schedule",
+            "arguments",
+            "softmax",
+            "reduction",
+            "dependent_launch",
+            "loader",
+        ):
             emulated(part)
     full = f"{PACKAGE}.{name}"
     if full not in sys.modules:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ... import settings
 from ...problem import DecodeArgs
 from .launch import HopperLaunch
 from .schedule import lens_width
@@ -25,7 +26,9 @@ def cache_view(args: DecodeArgs) -> torch.Tensor:
     if args.table.kind != "contiguous":
         return data
     tokens = args.cache.as_tokens().data  # [num_tokens, 1, W]
-    return tokens.as_strided((1, tokens.shape[0], tokens.shape[2]), (tokens.stride(0), tokens.stride(0), 1), tokens.storage_offset())
+    return tokens.as_strided(
+        (1, tokens.shape[0], tokens.shape[2]), (tokens.stride(0), tokens.stride(0), 1), tokens.storage_offset()
+    )
 
 
 def pointers(args: DecodeArgs, workspace) -> tuple[torch.Tensor, ...]:
@@ -73,7 +76,7 @@ def tensors(args: DecodeArgs, launch: HopperLaunch, workspace) -> dict[str, obje
 
 
 def constants(args: DecodeArgs, launch: HopperLaunch) -> dict[str, object]:
-    """Compile-time arguments that every decode kernel has."""
+    """Compile-time arguments and launch options that every decode kernel has."""
     problem = args.problem
     return dict(  # noqa: C408 - names of kernel arguments
         KIND=launch.kind,
@@ -90,4 +93,5 @@ def constants(args: DecodeArgs, launch: HopperLaunch) -> dict[str, object]:
         CAUSAL=problem.causal and problem.max_q_len > 1,
         HAS_CAP=problem.logit_cap > 0.0,
         WRITE_LSE=args.lse is not None,
+        launch_pdl=settings.programmatic_launch(),
     )

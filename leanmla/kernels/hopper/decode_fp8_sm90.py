@@ -27,6 +27,7 @@ import torch
 
 from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
+from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
 from .gluon_names import (
     BlockedLayout,
     DistributedLinearLayout,
@@ -386,6 +387,8 @@ def _mathematician(
                     mbarrier.arrive(empty.index(used % STAGES), count=1)
                     used += 1
 
+            if (follow >= piece.end) | (MODE != 0):
+                let_kernel_after_begin()
             total = gl.sum(den, 0)
             none = total == 0.0
             lse2 = gl.where(none, float("-inf"), m + log2(total) - P_SHIFT)
@@ -501,6 +504,7 @@ def decode_fp8(
     # the query of the sequence that this worker would start with if all were as long
     guess = gl.program_id(0) // tiles * batch // workers if MODE == 0 else gl.program_id(0) // tiles // workers
     prefetch_rows(q_ptr, q_stride_token, q_stride_head, guess * q_len, tile * ROWS, gl.minimum(q_len * HEADS - tile * ROWS, ROWS), HEADS, ROWS)
+    wait_for_kernel_before()
     turn = gl.load(counter_ptr)
     kv_scale = gl.load(kv_scale_ptr)
     piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)

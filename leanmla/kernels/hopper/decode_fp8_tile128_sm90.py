@@ -18,6 +18,7 @@ from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
 from .decode_fp8_sm90 import _interleave, _round_e4m3, _row_factor, _score_part, _sum_terms, _widen
 from .decode_mxfp4_sm90 import power_factor, weights
+from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
 from .gluon_names import (
     BlockedLayout,
     DistributedLinearLayout,
@@ -135,6 +136,7 @@ def _loader(
     if GATHER:
         async_copy.wait_group(0)
     turn_over(counter_ptr, counters, turn)
+    let_kernel_after_begin()
 
 
 # ---- the mathematicians
@@ -341,6 +343,8 @@ def _mathematician(
                 e3, o3, a3, b3 = warpgroup_mma_wait(0, deps=[e3, o3, a3, b3])
                 used += 1
 
+            if (follow >= piece.end) | (MODE != 0):
+                let_kernel_after_begin()
             total = gl.sum(den, 0)
             none = total == 0.0
             lse2 = gl.where(none, float("-inf"), m + log2(total) - (c - 127).to(gl.float32))  # type: ignore[attr-defined]
@@ -447,6 +451,7 @@ def decode_fp8_tile128(
     tile = gl.program_id(0) % tiles
     pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
     pages.prefetch_ids(gl.program_id(0) // tiles, workers)
+    wait_for_kernel_before()
     turn = gl.load(counter_ptr)
     piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     thread_barrier()

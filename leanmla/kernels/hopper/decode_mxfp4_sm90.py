@@ -35,6 +35,7 @@ from ...errors import InvalidArgument
 from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
 from .decode_fp8_sm90 import _round_e4m3, _row_factor, _score_part, _sum_terms
+from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
 from .gluon_names import (
     BlockedLayout,
     DistributedLinearLayout,
@@ -66,6 +67,10 @@ __all__ = ["decode_mxfp4", "launch", "power_factor", "weights"]
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
+#: Latent values of a running sum of the scores: fp8 wgmma keeps about 14 bits of one.
+SUM_VALUES = gl.constexpr(64)
+#: Whether nibbles and scales are asked for in L2 before they are copied.
+PREFETCH = gl.constexpr(False)
 #: Tiles between the one on its way to shared memory and the one asked for in L2.
 AHEAD = gl.constexpr(2)
 #: Probabilities are scaled by 2^15, the most that fp16 holds with room for rounding.
@@ -267,10 +272,12 @@ def _expander(
             if not GATHER:
                 places = _places(pages, first_id, token, kv_len, BOX)
             end = gl.minimum(kv_len, hi * BLOCK)
-            for ahead in gl.static_range(AHEAD):
-                ids = _prefetch_ids(pages, first_id, token + ahead * BLOCK, end)
-                _prefetch(cache_ptr, page_stride, token_stride, scale_ptr, scale_page_stride, scale_token_stride, pages, ids, first_id, token + ahead * BLOCK, end)
-            ids = _prefetch_ids(pages, first_id, token + AHEAD * BLOCK, end)
+            ids = key
+            if PREFETCH:
+                for ahead in gl.static_range(AHEAD):
+                    ids = _prefetch_ids(pages, first_id, token + ahead * BLOCK, end)
+                    _prefetch(cache_ptr, page_stride, token_stride, scale_ptr, scale_page_stride, scale_token_stride, pages, ids, first_id, token + ahead * BLOCK, end)
+                ids = _prefetch_ids(pages, first_id, token + AHEAD * BLOCK, end)
             for i in range(lo, hi):
                 stage = done % STAGES
                 if not GATHER:
@@ -290,8 +297,9 @@ def _expander(
                         page = pages.row_pages(first_id, token + BLOCK + key, token + BLOCK + key < kv_len)
                         page_r = pages.row_pages(first_id, token + BLOCK + key_r, token + BLOCK + key_r < kv_len)
                     places = _places(pages, first_id, token + BLOCK, kv_len, BOX)
-                _prefetch(cache_ptr, page_stride, token_stride, scale_ptr, scale_page_stride, scale_token_stride, pages, ids, first_id, token + AHEAD * BLOCK, end)
-                ids = _prefetch_ids(pages, first_id, token + (AHEAD + 1) * BLOCK, end)
+                if PREFETCH:
+                    _prefetch(cache_ptr, page_stride, token_stride, scale_ptr, scale_page_stride, scale_token_stride, pages, ids, first_id, token + AHEAD * BLOCK, end)
+                    ids = _prefetch_ids(pages, first_id, token + (AHEAD + 1) * BLOCK, end)
                 mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
                 _put(x, xr, e, er, keys.index(stage), rope.index(stage), top.index(stage), top_rope.index(stage), L, LR)
                 fence_async_shared()
@@ -314,6 +322,7 @@ def _expander(
         b += 1
         more = (follow < piece.end) & (MODE == 0)
     turn_over(counter_ptr, counters, turn)
+    let_kernel_after_begin()
 
 
 # ---- the mathematicians
@@ -392,8 +401,8 @@ def _scores(keys, rope, q_latent, q_rope, top, top_rope, full, used, row_scale, 
             S2: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Base-2 logits [64, ROWS] of the block's ``used``-th tile, and the token bytes [64].
 
-    PARTS 8: every 64 values have an accumulator of their own and they are added in fp32, because fp8 wgmma keeps about 14 bits of a
-    running sum; the next product runs while one is added. Error of lse with logits of +-80: 4.4e-2 for 2 parts, 2.0e-2 for 4.
+    PARTS accumulators, each of 512 / PARTS values, are added in fp32, because fp8 wgmma keeps about 14 bits of a running sum. Error of
+    lse with logits of +-80: 4.4e-2 for 2 parts, 2.0e-2 for 4. Two take turns, one being added while the other is computed.
     """
     K: gl.constexpr = NVMMASharedLayout(128, 8, 2)
     R: gl.constexpr = NVMMASharedLayout(64, 8, 2)
@@ -403,24 +412,23 @@ def _scores(keys, rope, q_latent, q_rope, top, top_rope, full, used, row_scale, 
     k = keys.index(stage)._reinterpret(gl.float8e5, [BLOCK, LATENT], K)
     q = q_latent.index(zero)
     r = _score_part(rope.index(stage)._reinterpret(gl.float8e5, [BLOCK, ROPE], R), q_rope.index(zero), S2, ROWS)
-    if PARTS == 8:
-        a = _score_part(k.slice(0, 64, dim=1), q.slice(0, 64, dim=1), S2, ROWS)
-        b = _score_part(k.slice(64, 64, dim=1), q.slice(64, 64, dim=1), S2, ROWS)
-    else:
-        a = _score_part(k, q, S2, ROWS)
+    WIDTH: gl.constexpr = LATENT // PARTS
+    a = _score_part(k.slice(0, WIDTH, dim=1), q.slice(0, WIDTH, dim=1), S2, ROWS)
+    if PARTS > 1:
+        b = _score_part(k.slice(WIDTH, WIDTH, dim=1), q.slice(WIDTH, WIDTH, dim=1), S2, ROWS)
     e = top.index(stage).load(SliceLayout(1, S))
     er = top_rope.index(stage).load(SliceLayout(1, S))
     factor = _power_of_two(e)
     rope_factor = _power_of_two(er)
-    if PARTS == 8:
+    if PARTS > 1:
         r, a = warpgroup_mma_wait(1, deps=[r, a])
         rot = _sum_terms(r, S, ROWS, GROUPS)
         lat = _sum_terms(a, S, ROWS, GROUPS)
-        for d in gl.static_range(128, 512, 128):
-            a = _score_part(k.slice(d, 64, dim=1), q.slice(d, 64, dim=1), S2, ROWS)
+        for at in gl.static_range(2 * WIDTH, LATENT, 2 * WIDTH):
+            a = _score_part(k.slice(at, WIDTH, dim=1), q.slice(at, WIDTH, dim=1), S2, ROWS)
             b = warpgroup_mma_wait(1, deps=[b])
             lat += _sum_terms(b, S, ROWS, GROUPS)
-            b = _score_part(k.slice(d + 64, 64, dim=1), q.slice(d + 64, 64, dim=1), S2, ROWS)
+            b = _score_part(k.slice(at + WIDTH, WIDTH, dim=1), q.slice(at + WIDTH, WIDTH, dim=1), S2, ROWS)
             a = warpgroup_mma_wait(1, deps=[a])
             lat += _sum_terms(a, S, ROWS, GROUPS)
         b = warpgroup_mma_wait(0, deps=[b])
@@ -493,7 +501,7 @@ def _mathematician(
     A: gl.constexpr = DotOperandLayout(0, O, 2)
     V: gl.constexpr = byte_pairs_half(NUM_WARPS)
     PAIRS: gl.constexpr = NVMMASharedLayout(128, 16, 2)
-    PARTS: gl.constexpr = 8 if ROWS == 16 else 1
+    PARTS: gl.constexpr = LATENT // SUM_VALUES if ROWS == 16 else 1
     scale = sm_scale * (LOG2E * 2.0**-V_SHIFT)
     b = piece.b
     at = piece.start
@@ -559,6 +567,8 @@ def _mathematician(
                 even_b, odd_b, we, wo = warpgroup_mma_wait(0, deps=[even_b, odd_b, we, wo])
                 used += 1
 
+            if (follow >= piece.end) | (MODE != 0):
+                let_kernel_after_begin()
             total = gl.sum(den, 0)
             none = total == 0.0
             lse2 = gl.where(none, float("-inf"), m + log2(total) - (c - 127).to(gl.float32))  # type: ignore[attr-defined]
@@ -659,6 +669,7 @@ def decode_mxfp4(
     tile = gl.program_id(0) % tiles
     pages = Pages(lens_ptr, last_ptr, ids_ptr, ids_stride, qo_ptr, q_len, batch, KIND, PAGE_SIZE, RAGGED_Q)
     pages.prefetch_ids(gl.program_id(0) // tiles, workers)
+    wait_for_kernel_before()
     turn = gl.load(counter_ptr)
     piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     thread_barrier()

@@ -5,6 +5,7 @@ panel of 64 values. One tensor-map box fills a whole panel where pages hold a mu
 they hold a multiple of 32 or 16. Any other page size is gathered: cp.async, 16 bytes a lane, one row at a time.
 """
 
+from .dependent_launch import let_kernel_after_begin
 from .gluon_names import (
     BlockedLayout,
     NVMMASharedLayout,
@@ -155,6 +156,7 @@ def loader(
     if GATHER:
         async_copy.wait_group(0)
     turn_over(counter_ptr, counters, turn)
+    let_kernel_after_begin()
 
 
 @gluon.jit
