@@ -32,6 +32,7 @@ class TritonConfig:
     #: Swapped: LLVM may move what does not change out of the loop over keys, which is 64-bit matrix descriptors that registers do not
     #: suffice for. From the compiler, mxfp4, 16 rows: 200 bytes of spills and 1767 instructions a tile with, none and 1733 without.
     hoist: bool = False
+    plan: str = "auto"  #: "auto", or how splits are balanced: "inline" (in the decode kernel) or "table" (a launch before it)
 
     def num_workers(self, device: DeviceInfo) -> int:
         """Items that run at the same time. The row tiles of an item count as one worker."""
@@ -104,7 +105,9 @@ def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]
         # From the compiler (3.6.0), 16 x 32 and 4 warps, registers of 512 a lane: bf16 392 (276 with a cache below 2 GiB), fp8 295,
         # mxfp4 284, fp8_tile128 328, no spills, 32 to 37 KB of LDS: one block a compute unit. Held to 256 registers fp8 spills 7,
         # fp8_tile128 58, bf16 219. 64 keys take 331 to 499, 8 warps spill with 64. Nothing of it has been timed on a card.
-        return [config(16, 32, 4, 2 if bf16 else 1, 1, "MFMA; registers leave room for one block a compute unit", swapped=False)]
+        return [
+            config(16, 32, 4, 2 if bf16 else 1, 1, "MFMA; registers leave room for one block a compute unit", swapped=False)
+        ]
     if device.kind != "cuda":
         # 16 rows only: with 32 the register file of a wave overflows (spills seen for gfx942 and gfx950).
         return [config(16, 32, 4, 2 if bf16 else 1, 2, "MFMA", swapped=False)]
@@ -149,7 +152,11 @@ def candidates(problem: DecodeProblem, device: DeviceInfo) -> list[TritonConfig]
     if problem.format == "fp8":
         wide = config(32, 64, 8, 5, 1, copied, swapped=False, raw=True)
         return [wide, first]
-    return [first, dataclasses.replace(first, hoist=True, reason=f"{held}; matrix descriptors computed before the loop"), unswapped]
+    return [
+        first,
+        dataclasses.replace(first, hoist=True, reason=f"{held}; matrix descriptors computed before the loop"),
+        unswapped,
+    ]
 
 
 def _config(

@@ -756,8 +756,6 @@ ASM = {
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;": _nothing,
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;": _nothing,
         "{ .reg .pred p; setp.lt.s32 p, $2, 9; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }": _nothing,
-        """prefetch.global.L2 [$1]; prefetch.global.L2 [$1+32]; prefetch.global.L2 [$1+64]; prefetch.global.L2 [$1+96];
-        prefetch.global.L2 [$1+128]; prefetch.global.L2 [$2]; mov.u32 $0, 0;""": _nothing,
         "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;": _separate,
         """{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;
         cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }""": _widen_e4m3,

@@ -69,10 +69,6 @@ ROPE = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
 #: Latent values of a running sum of the scores: fp8 wgmma keeps about 14 bits of one.
 SUM_VALUES = gl.constexpr(64)
-#: Whether nibbles and scales are asked for in L2 before they are copied.
-PREFETCH = gl.constexpr(False)
-#: Tiles between the one on its way to shared memory and the one asked for in L2.
-AHEAD = gl.constexpr(2)
 #: Probabilities are scaled by 2^15, the most that fp16 holds with room for rounding.
 P_SHIFT = gl.constexpr(15)
 #: Stored bytes are values times 2^13: 6 becomes 1.5 * 2^15, the largest e5m2 of its form.
@@ -157,32 +153,6 @@ def _load_words(cache_ptr, page_stride, token_stride, pages, page, first_id, tok
     at = gl.expand_dims(at, 1) + gl.expand_dims((FIRST + block) * 4, 0)
     word = gl.expand_dims(gl.expand_dims(word, 0), 1)
     return gl.load(cache_ptr + (gl.expand_dims(at, 2) + word), mask=gl.expand_dims(gl.expand_dims(ok, 1), 2) & (word >= 0), other=0)
-
-
-@gluon.jit
-def _prefetch_ids(pages, first_id, token, end):
-    """Page ids of a tile's keys, two lanes a key, for :func:`_prefetch`."""
-    L: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
-    key = token + gl.arange(0, 2 * BLOCK, L) // 2
-    return pages.row_pages(first_id, key, key < end)
-
-
-@gluon.jit
-def _prefetch(cache_ptr, page_stride, token_stride, scale_ptr, scale_page_stride, scale_token_stride, pages, page, first_id, token, end):
-    """Bring a tile's nibbles and scales to L2. Only one tile of nibbles fits shared memory, which is less than what is on its way in
-    the time that memory takes. Two lanes a key, 144 bytes each; keys from ``end`` on are left out."""
-    L: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, 2 * BLOCK, L)
-    key = token + lane // 2
-    ok = key < end
-    at = pages.offsets(page, first_id, key, ok, page_stride, token_stride) * 4 + lane % 2 * 36
-    at_scale = pages.offsets(page, first_id, key, ok, scale_page_stride, scale_token_stride) + lane % 2 * 17
-    gl.inline_asm_elementwise(
-        """
-        prefetch.global.L2 [$1]; prefetch.global.L2 [$1+32]; prefetch.global.L2 [$1+64]; prefetch.global.L2 [$1+96];
-        prefetch.global.L2 [$1+128]; prefetch.global.L2 [$2]; mov.u32 $0, 0;""",
-        "=r,l,l", [(cache_ptr + at).to(gl.int64), (scale_ptr + at_scale).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -271,13 +241,6 @@ def _expander(
                 page_r = pages.row_pages(first_id, token + key_r, token + key_r < kv_len)
             if not GATHER:
                 places = _places(pages, first_id, token, kv_len, BOX)
-            end = gl.minimum(kv_len, hi * BLOCK)
-            ids = key
-            if PREFETCH:
-                for ahead in gl.static_range(AHEAD):
-                    ids = _prefetch_ids(pages, first_id, token + ahead * BLOCK, end)
-                    _prefetch(cache_ptr, page_stride, token_stride, scale_ptr, scale_page_stride, scale_token_stride, pages, ids, first_id, token + ahead * BLOCK, end)
-                ids = _prefetch_ids(pages, first_id, token + AHEAD * BLOCK, end)
             for i in range(lo, hi):
                 stage = done % STAGES
                 if not GATHER:
@@ -297,9 +260,6 @@ def _expander(
                         page = pages.row_pages(first_id, token + BLOCK + key, token + BLOCK + key < kv_len)
                         page_r = pages.row_pages(first_id, token + BLOCK + key_r, token + BLOCK + key_r < kv_len)
                     places = _places(pages, first_id, token + BLOCK, kv_len, BOX)
-                if PREFETCH:
-                    _prefetch(cache_ptr, page_stride, token_stride, scale_ptr, scale_page_stride, scale_token_stride, pages, ids, first_id, token + AHEAD * BLOCK, end)
-                    ids = _prefetch_ids(pages, first_id, token + (AHEAD + 1) * BLOCK, end)
                 mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
                 _put(x, xr, e, er, keys.index(stage), rope.index(stage), top.index(stage), top_rope.index(stage), L, LR)
                 fence_async_shared()

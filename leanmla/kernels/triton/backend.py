@@ -5,6 +5,7 @@ Importing this module imports no Triton; the kernels are imported at the first c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from ...device import DeviceInfo, describe, triton_missing
 from ...errors import CapacityExceeded, InvalidArgument
 from ...formats import no_kernel
 from ...problem import DIMS, DecodeArgs, DecodeProblem, LaunchConfig
-from ...split_plan import CHUNK_CANDIDATES
+from ...split_plan import CHUNK_CANDIDATES, SplitPlan, plan_splits
 from ..launch_configs import TritonConfig, combine_config, decode_config
 from .relaunch import Relaunch
 
@@ -26,18 +27,25 @@ __all__ = [
     "combine_constants",
     "compile_options",
     "decode_constants",
+    "even_splits",
     "max_items",
+    "with_splits",
 ]
 
 #: Cache formats that the decode kernel reads. The append kernel writes all formats.
 FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 
-#: See ``plan.LIGHT_KEYS``, which this repeats because importing this module imports no Triton.
-LIGHT_KEYS = 1024
+#: Longest item, in keys, that any lengths may lead to where the host gives every sequence the same number of splits.
+EVEN_KEYS = 1024
+
+#: Keys a multiprocessor below which one resident block does better than several, which would mean more and smaller items.
+#: H200, 16 heads: 4 x 8192 with 32 splits a sequence instead of 64 takes 18.3 instead of 23 us (fp8), 32 x 1024 with 4 instead of
+#: 8 17.8 instead of 19.7.
+LIGHT_KEYS = 512
 
 _FORMATS = ("bf16", "fp8", "mxfp4", "fp8_tile128")
 
-#: Batches up to this size are planned inside the decode kernel, larger ones by a launch of their own.
+#: Larger batches are not planned inside the decode kernel.
 INLINE_BATCH = 32
 
 #: For ptxas: how hard to keep register use down. At its default of 5 it hoists every matrix descriptor of the loop and
@@ -94,16 +102,43 @@ def max_items(problem: DecodeProblem, block_kv: int, num_workers: int) -> int:
     return problem.batch + min(-(-16 * num_workers // finest), problem.total_kv // block_kv)
 
 
-def workers_for(num_workers: int, blocks_per_sm: int, keys: int) -> int:
-    """Workers that the device plans for when a batch has ``keys`` keys; ``plan.workers_for`` is the device's."""
-    singly = max(num_workers // blocks_per_sm, 1)
-    return singly if keys < singly * LIGHT_KEYS else num_workers
+def even_splits(problem: DecodeProblem, config: TritonConfig, device: DeviceInfo) -> int | None:
+    """Splits of every sequence if shapes alone may choose them; None if lengths have to be balanced.
+
+    The same number for all needs no planner and no program too many, but how long items get is then up to the lengths. So only
+    where the longest sequence that the tables allow makes items of at most :data:`EVEN_KEYS` keys.
+    """
+    batch, size = problem.batch, config.block_kv
+    if config.plan != "auto" or batch == 0 or problem.num_kv_splits is not None or problem.split_size is not None:
+        return None
+    keys = min(problem.total_kv, batch * problem.max_kv_len)
+    workers = config.num_workers(device)
+    singly = max(1, workers // config.blocks_per_sm)
+    splits = singly // batch
+    # One block a multiprocessor, unless that would leave more than a quarter of them idle.
+    if keys >= singly * LIGHT_KEYS or 4 * splits * batch < 3 * singly:
+        splits = workers // batch
+    blocks = max(1, -(-keys // (batch * size)))
+    splits = min(max(1, splits), blocks)
+    splits = -(-blocks // -(-blocks // splits))
+    longest = -(-problem.max_kv_len // (size * splits)) * size
+    return splits if longest <= EVEN_KEYS else None
 
 
-def _plan_kind(problem: DecodeProblem) -> str:
+def with_splits(problem: DecodeProblem, config: TritonConfig, device: DeviceInfo) -> DecodeProblem:
+    """The problem that is launched: with a number of splits where :func:`even_splits` has one."""
+    splits = even_splits(problem, config, device)
+    return problem if splits is None else problem.replace(num_kv_splits=splits)
+
+
+def _plan_kind(problem: DecodeProblem, config: TritonConfig, device: DeviceInfo) -> str:
     if problem.num_kv_splits is not None:
         return "fixed"
-    return "inline" if problem.batch <= INLINE_BATCH else "table"
+    if config.plan != "auto":
+        return config.plan
+    workers = config.num_workers(device)
+    at_once = max_items(problem, config.block_kv, workers) <= workers
+    return "inline" if at_once and problem.batch <= INLINE_BATCH else "table"
 
 
 def decode_constants(
@@ -117,7 +152,7 @@ def decode_constants(
         stride_token: bf16 elements or 32-bit words from a token to the next in its page; None: tokens lie close.
         stride_scale: bytes from a token's scales to the next's (mxfp4).
     """
-    page = problem.page_size
+    page, plan = problem.page_size, _plan_kind(problem, config, device)
     if stride_token is None:
         stride_token = {"bf16": 576, "fp8": 144, "mxfp4": 72, "fp8_tile128": 164}[problem.format]
     # Without page ids to load first, the pipeliner would hold twice as many tiles.
@@ -145,16 +180,15 @@ def decode_constants(
         "CAPPED": problem.logit_cap > 0,
         "WRITE_LSE": problem.return_lse,
         "SPLIT_Q": problem.q_dtype == "fp16" and problem.format != "fp8",
-        "PLAN": _plan_kind(problem),
+        "PLAN": plan,
         "FIXED_SIZE": problem.split_size is not None,
-        "BATCH_POW2": max(16, 1 << max(0, problem.batch - 1).bit_length()) if _plan_kind(problem) == "inline" else 16,
+        "BATCH_POW2": max(16, 1 << max(0, problem.batch - 1).bit_length()) if plan == "inline" else 16,
         "GRANULARITY": config.block_kv,
-        "BLOCKS_PER_SM": config.blocks_per_sm,
         "SWAPPED": config.swapped,
         "HOIST": config.hoist or not config.swapped,
         "RAW_TILES": config.raw_tiles or problem.format == "bf16",
         "ISA": 0 if device.kind != "cuda" else (89 if device.sm >= 89 else 80),
-        "PDL": _plan_kind(problem) == "table" and _overlaps(device),
+        "PDL": plan == "table" and _overlaps(device),
         "NUM_WARPS": config.num_warps,
         "NUM_STAGES": stages,
     }
@@ -168,7 +202,6 @@ def plan_constants(problem: DecodeProblem, config: TritonConfig, device: DeviceI
         "PAGE_SIZE": problem.page_size,
         "GRANULARITY": config.block_kv,
         "FIXED_SIZE": problem.split_size is not None,
-        "BLOCKS_PER_SM": config.blocks_per_sm,
         "CHUNK": chunk,
         "ONE_STEP": problem.batch <= chunk,
         "PDL": _overlaps(device),
@@ -184,7 +217,7 @@ def combine_constants(problem: DecodeProblem, config: TritonConfig, device: Devi
         "ROW_TILES": config.row_tiles,
         "RAGGED_Q": problem.ragged_q,
         "WRITE_LSE": problem.return_lse,
-        "PLAN": _plan_kind(problem),
+        "PLAN": _plan_kind(problem, config, device),
         "PARTS": merge.parts,
         "COLS": merge.cols,
         "ROWS": merge.rows,
@@ -247,20 +280,29 @@ class TritonBackend:
     def launch_config(self, problem: DecodeProblem, device: DeviceInfo) -> LaunchConfig:
         """How it would run ``problem``."""
         config = decode_config(problem, device)
+        splits = even_splits(problem, config, device)
+        plan = _plan_kind(problem, config, device) if splits is None else f"none, {splits} splits of every sequence"
         return LaunchConfig(
             backend=self.name,
             kernel="leanmla/kernels/triton/decode.py",
             block_rows=config.rows,
             block_kv=config.block_kv,
-            num_workers=workers_for(config.num_workers(device), config.blocks_per_sm, problem.total_kv),
+            num_workers=config.num_workers(device),
             reason=config.reason,
             extra=(
                 ("num_warps", str(config.num_warps)),
                 ("num_stages", str(config.num_stages)),
                 ("row_tiles", str(config.row_tiles)),
-                ("planning", _plan_kind(problem)),
+                ("planning", plan),
             ),
         )
+
+    def host_plan(self, problem: DecodeProblem, device: DeviceInfo, kv_lens: Sequence[int]) -> SplitPlan:
+        """The items that given lengths lead to."""
+        config = decode_config(problem, device)
+        problem = with_splits(problem, config, device)
+        return plan_splits(kv_lens, num_workers=config.num_workers(device), granularity=config.block_kv,
+                           num_kv_splits=problem.num_kv_splits, split_size=problem.split_size)  # fmt: skip
 
     def make_workspace(self, problem: DecodeProblem, device: torch.device, config: TritonConfig | None = None) -> Workspace:
         """Scratch for problems up to ``problem``; ``config`` if other block sizes than the default are to run."""
@@ -302,6 +344,8 @@ class TritonBackend:
 class Launches:
     """The kernels of a checked call with given block sizes; calling it runs a call like it.
 
+    Splits are those of :func:`with_splits`.
+
     Calls are alike if their problems are equal and their tensors agree in shape, strides, dtype, device and address modulo 16.
     Workspaces may differ if they were made for one problem.
 
@@ -314,7 +358,7 @@ class Launches:
         from .decode import decode_kernel
         from .plan import plan_kernel
 
-        problem, table, cache = args.problem, args.table, args.cache
+        problem, table, cache = with_splits(args.problem, config, device), args.table, args.cache
         num_workers = config.num_workers(device)
         items = max_items(problem, config.block_kv, num_workers)
         tiles = items * config.row_tiles * config.rows

@@ -119,6 +119,15 @@ def by_row(v, SWAPPED: tl.constexpr):
 
 
 @triton.jit
+def load_queries(q_ptr, token, head, stride_q_token, stride_q_head, used):
+    """Query rows (token, head) [R]: latent part [R, 512] and rope part [R, 64], zeros in the rows that are not used."""
+    at = q_ptr + (token.to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head)[:, None]
+    nope = tl.load(at + tl.arange(0, 512)[None, :], mask=used[:, None], other=0.0)
+    rope = tl.load(at + (512 + tl.arange(0, 64))[None, :], mask=used[:, None], other=0.0)
+    return nope, rope
+
+
+@triton.jit
 def zero_outputs(R: tl.constexpr, PARTS: tl.constexpr, SWAPPED: tl.constexpr):
     """PARTS accumulators of 512 / PARTS dimensions each."""
     accs = ()
@@ -476,7 +485,6 @@ def decode_kernel(
     FIXED_SIZE: tl.constexpr,
     BATCH_POW2: tl.constexpr,
     GRANULARITY: tl.constexpr,
-    BLOCKS_PER_SM: tl.constexpr,
     SWAPPED: tl.constexpr,  # keys on the M side
     HOIST: tl.constexpr,  # what does not change in the loop over keys may be computed before it
     RAW_TILES: tl.constexpr,  # shared memory holds keys as stored (always with bf16)
@@ -497,7 +505,7 @@ def decode_kernel(
     elif PLAN == "inline":
         b, split, n_splits = find_item(
             unit, batch, num_workers, split_size, factors_ptr, kv_indptr_ptr, kv_last_ptr, seqlens_ptr,
-            TABLE, PAGE_SIZE, GRANULARITY, FIXED_SIZE, BATCH_POW2, BLOCKS_PER_SM,
+            TABLE, PAGE_SIZE, GRANULARITY, FIXED_SIZE, BATCH_POW2,
         )  # fmt: skip
     else:
         if PDL:
@@ -518,12 +526,15 @@ def decode_kernel(
         n_tokens = q_len
     if tile * R >= n_tokens * H:
         return
-    kv_len = kv_length(b, True, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
-    start, end = key_range(kv_len, split, n_splits, split_size, GRANULARITY, FIXED_SIZE)
     row = tile * R + tl.arange(0, R)
     token = row // H
     head = row % H
     used = token < n_tokens
+    if not SWAPPED:
+        # Asked for before the length of the sequence is waited for. (mxfp4's swapped kernel would spill.)
+        nope, rope = load_queries(q_ptr, q_first + token, head, stride_q_token, stride_q_head, used)
+    kv_len = kv_length(b, True, kv_indptr_ptr, kv_last_ptr, seqlens_ptr, TABLE, PAGE_SIZE)
+    start, end = key_range(kv_len, split, n_splits, split_size, GRANULARITY, FIXED_SIZE)
     if CAUSAL:
         bound = tl.where(used, kv_len - n_tokens + token + 1, 0)  # keys below it are visible to the row
     else:
@@ -550,9 +561,8 @@ def decode_kernel(
             first_slot = tl.load(kv_indptr_ptr + b).to(tl.int64)
 
         # -- queries, as operands of the keys' types
-        q_at = (q_first + token).to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
-        nope = tl.load(q_ptr + q_at[:, None] + tl.arange(0, 512)[None, :], mask=used[:, None], other=0.0)
-        rope = tl.load(q_ptr + q_at[:, None] + (512 + tl.arange(0, 64))[None, :], mask=used[:, None], other=0.0)
+        if SWAPPED:
+            nope, rope = load_queries(q_ptr, q_first + token, head, stride_q_token, stride_q_head, used)
         factor = tl.full([R], sm_scale * LOG2E, tl.float32)
         latent_factor = factor  # of the latent part of a logit where it differs (tile128)
         if FORMAT == "fp8" or FORMAT == "fp8_tile128":

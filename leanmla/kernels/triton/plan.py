@@ -1,7 +1,9 @@
 """Split-KV planning on the device: the same integers as ``leanmla.split_plan``, from the lengths the tables hold now.
 
-Two ways in. Small batches are planned inside the decode kernel: every program reads all lengths and finds its own item,
-which costs no launch. Larger batches are planned by :func:`plan_kernel`, one program, one launch before the decode.
+Two ways in. Where all programs run at once they plan inside the decode kernel: every program reads all lengths and finds its
+own item, which costs no launch. Otherwise :func:`plan_kernel` plans, one program, one launch before the decode: the grid has
+room for more items than there mostly are, and programs that plan only to find that there is nothing to do come after the work,
+wave by wave. Neither is needed where the host may give every sequence the same number of splits (``backend.even_splits``).
 
 Work is counted in *blocks* of ``GRANULARITY`` keys. Items are numbered in sequence order: item ``first[b] + s`` is
 split ``s`` of sequence ``b``.
@@ -15,18 +17,6 @@ import triton.language as tl
 MAX_SEQ_BLOCKS = 1 << 22
 MAX_BATCH_BLOCKS = 1 << 30
 MAX_SPLITS = (1 << 15) - 1
-#: Keys a multiprocessor below which one resident block does better than several, which would mean more and smaller items:
-#: with 16 heads on an H200, 32 x 1024 with 4 splits a sequence instead of 8: 17.8 instead of 19.7 us (fp8), 4 x 8192 with 32
-#: instead of 64: 18.3 instead of 23 us.
-LIGHT_KEYS = tl.constexpr(1024)
-
-
-@triton.jit
-def workers_for(total, num_workers, BLOCKS_PER_SM: tl.constexpr, GRANULARITY: tl.constexpr):
-    """Workers to plan for when there are ``total`` blocks of keys; ``backend.workers_for`` on the device."""
-    singly = tl.maximum(num_workers // BLOCKS_PER_SM, 1)
-    light = total.to(tl.int64) * GRANULARITY < singly.to(tl.int64) * LIGHT_KEYS
-    return tl.where(light, singly, num_workers)
 
 
 @triton.jit
@@ -95,17 +85,18 @@ def cheapest_chunk(chunks, items, largest, smallest, total, num_workers):
     wave = tl.minimum(unit.to(tl.int64) * num_workers, 1 << 30).to(tl.int32)
     waves = (total + items + (wave - 1)) // wave
     cost = tl.maximum(waves * unit, ((items + num_workers - 1) // num_workers) * (smallest + 1))
-    # Ties go to the later, larger chunk. One reduction over (cost, 31 - candidate, chunk), whose lowest 32 bits hold the latter two.
-    key = (cost.to(tl.int64) << 32) | ((31 - tl.arange(0, 32)).to(tl.int64) << 23) | tl.minimum(chunks, (1 << 23) - 1).to(tl.int64)
-    return (tl.min(key, 0) & ((1 << 23) - 1)).to(tl.int32)
+    # 32-bit sums here and in find_item: packed into 64 bits they would be fewer, but each of them ten shuffles instead of one
+    # instruction, and fp8_tile128 spills 104 bytes instead of 16.
+    order = tl.arange(0, 32)
+    best = tl.max(tl.where(cost == tl.min(cost, 0), order, -1), 0)  # ties go to the later, larger chunk
+    return tl.sum(tl.where(order == best, chunks, 0), 0)
 
 
 @triton.jit
-def choose_chunk(blocks, live, factors_ptr, num_workers, BLOCKS_PER_SM: tl.constexpr, GRANULARITY: tl.constexpr):
+def choose_chunk(blocks, live, factors_ptr, num_workers):
     """``split_plan.choose_chunk`` for lengths held in one vector."""
     total = tl.sum(blocks, 0)
     longest = tl.max(blocks, 0)
-    num_workers = workers_for(total, num_workers, BLOCKS_PER_SM, GRANULARITY)
     chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
     # No branch for the common batch of equal lengths: behind one, Triton 3.9 forgets that rows of the cache are aligned and
     # loads keys 2 bytes at a time.
@@ -127,8 +118,7 @@ def find_item(
     PAGE_SIZE: tl.constexpr,
     GRANULARITY: tl.constexpr,
     FIXED_SIZE: tl.constexpr,  # items of split_size keys (reproducible mode)
-    BATCH_POW2: tl.constexpr,  # batch rounded up, at most 2**14; all lengths fit one vector
-    BLOCKS_PER_SM: tl.constexpr,
+    BATCH_POW2: tl.constexpr,  # batch rounded up; all lengths fit one vector
 ):
     """(sequence, split, splits of the sequence) of item ``unit``; sequence >= batch if there is no such item."""
     lane = tl.arange(0, BATCH_POW2)
@@ -138,16 +128,15 @@ def find_item(
         counts = tl.maximum((lens + split_size - 1) // split_size, 1)
     else:
         blocks = (lens + GRANULARITY - 1) // GRANULARITY
-        chunk = choose_chunk(blocks, live, factors_ptr, num_workers, BLOCKS_PER_SM, GRANULARITY)
+        chunk = choose_chunk(blocks, live, factors_ptr, num_workers)
         counts = tl.maximum(ceil_div_fast(blocks, chunk), 1)
     counts = tl.where(live, counts, 0)
     upto = tl.cumsum(counts, 0)
-    # Three sums in one: sequences before the item's, their items (below 2**31), splits of its own sequence (below 2**15).
     before = (upto <= unit) & live
-    own = (upto > unit) & (upto - counts <= unit)
-    found = tl.where(before, (1 << 48) + (counts.to(tl.int64) << 16), 0) + tl.where(own, counts, 0).to(tl.int64)
-    found = tl.sum(found, 0)
-    return (found >> 48).to(tl.int32), unit - ((found >> 16).to(tl.int32)), (found & 65535).to(tl.int32)
+    b = tl.sum(before.to(tl.int32), 0)
+    s = unit - tl.sum(tl.where(before, counts, 0), 0)
+    n = tl.sum(tl.where(lane == b, counts, 0), 0)
+    return b, s, n
 
 
 @triton.jit
@@ -186,7 +175,6 @@ def plan_kernel(
     GRANULARITY: tl.constexpr,
     FIXED_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,  # sequences a step
-    BLOCKS_PER_SM: tl.constexpr,
     ONE_STEP: tl.constexpr,  # batch <= CHUNK: lengths are read once
     PDL: tl.constexpr,  # the decode kernel may be launched now; it waits for the plan itself
 ):
@@ -201,7 +189,7 @@ def plan_kernel(
         if FIXED_SIZE:
             counts = tl.maximum((lens + split_size - 1) // split_size, 1)
         else:
-            counts = tl.maximum(ceil_div_fast(blocks, choose_chunk(blocks, live, factors_ptr, num_workers, BLOCKS_PER_SM, GRANULARITY)), 1)
+            counts = tl.maximum(ceil_div_fast(blocks, choose_chunk(blocks, live, factors_ptr, num_workers)), 1)
         write_items(splits_ptr, first_ptr, items_ptr, lane, live, counts, 0)
         tl.store(num_items_ptr, tl.sum(tl.where(live, counts, 0), 0))
     else:
@@ -215,7 +203,6 @@ def plan_kernel(
                 blocks = (lens + GRANULARITY - 1) // GRANULARITY
                 total += tl.sum(blocks, 0)
                 longest = tl.maximum(longest, tl.max(blocks, 0))
-            num_workers = workers_for(total, num_workers, BLOCKS_PER_SM, GRANULARITY)
             chunks = candidate_chunks(factors_ptr, total, longest, num_workers)
             items = tl.zeros([32], tl.int32)
             largest = tl.zeros([32], tl.int32)
