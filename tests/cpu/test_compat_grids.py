@@ -98,8 +98,9 @@ def check_flash_mla(batch, s_q, kv_len, heads, *, device="cpu", varlen=True, zer
     want_lse = torch.where(want_lse == -torch.inf, torch.inf, want_lse)
     assert close(out, want, 8e-4, 2.01 / 128), f"worst error {float((out.double() - want).abs().max()):.2e}"
     assert cosine_difference(out, want) < 5e-6
-    # FlashMLA's bounds, but for 1e-6: a log-sum-exp near 0 is the difference of two numbers of the size of the logits, each rounded to fp32
-    assert close(lse, want_lse, 4e-6, 8.01 / 65536)
+    # FlashMLA's bounds, but for 1e-6: a log-sum-exp near 0 is the difference of two numbers of the size of the logits, each rounded to fp32,
+    # or for an fp8 cache summed by fp8 tensor cores, which keep 14 bits.
+    assert close(lse, want_lse, 5e-5 if fp8 else 4e-6, 8.01 / 65536)
 
 
 def _fp16_reference(q, cache, table, seqlens, causal):

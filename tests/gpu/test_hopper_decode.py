@@ -34,8 +34,8 @@ CASES = case_grid(FORMATS) + [case.replace(format=f) for f in FORMATS for case i
 
 
 def run(inputs, **changes):
-    options = {**inputs.options, **inputs.splits, **changes}
-    return leanmla.mla_decode(inputs.q, inputs.cache, inputs.table, return_lse=True, backend="hopper", **options)
+    options = {"backend": "hopper", **inputs.options, **inputs.splits, **changes}
+    return leanmla.mla_decode(inputs.q, inputs.cache, inputs.table, return_lse=True, **options)
 
 
 def supported(case: DecodeCase) -> bool:
@@ -142,6 +142,23 @@ def test_more_splits_than_fit_on_the_card(fmt, heads, q_len, page_size):
             torch.testing.assert_close(lse, want_lse, atol=2e-3, rtol=1e-5)
     finally:
         del backend.make_workspace
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "mxfp4_row320"])
+def test_fixed_size_splits_do_not_depend_on_the_batch(fmt):
+    """Reproducible mode: a row alone equals the same row in a batch so large that other cuts and arrangements would be chosen."""
+    lens = tuple(1 + 997 * i % 7000 for i in range(80))
+    inputs = make_inputs(DecodeCase(lens, format=fmt, split_size=256), device="cuda")
+    backend = "hopper" if fmt in FORMATS else "hopper_cuda"
+    out, lse = run(inputs, backend=backend)
+    for b in (0, 17, 79):
+        table = PageTable.from_block_table(
+            inputs.table.page_ids[b : b + 1], inputs.table.cache_seqlens[b : b + 1], page_size=64
+        )
+        alone = leanmla.mla_decode(
+            inputs.q[b : b + 1], inputs.cache, table, sm_scale=inputs.case.sm_scale, return_lse=True, split_size=256, backend=backend
+        )  # fmt: skip
+        assert torch.equal(alone[0][0], out[b]) and torch.equal(alone[1][0], lse[b])
 
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf])

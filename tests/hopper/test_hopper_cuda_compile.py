@@ -193,6 +193,9 @@ def test_arrangements():
         for other in ARRANGEMENTS:
             with launch_configs.using(other):
                 assert arrangement_for(problem, H200).name == other
+    # a row alone and in a batch: sums in the same order
+    sizes = [PROBLEM.replace(split_size=256, total_kv=n) for n in (64, 64 * 1024, 64 * 8192)]
+    assert len({arrangement_for(problem, H200).name for problem in sizes}) == 1
     for arrangement in ARRANGEMENTS.values():
         assert arrangement.threads * arrangement.blocks_per_sm <= 512  # at least 128 registers a thread
         assert arrangement.blocks_per_sm * (arrangement.shared_bytes + 1024) <= 228 * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ...device import DeviceInfo
@@ -40,7 +41,10 @@ def _most_tiles(problem: DecodeProblem) -> int:
 
 
 def arrangement_for(problem: DecodeProblem, device: DeviceInfo) -> Arrangement:
-    """How blocks are put together for ``problem``."""
+    """How blocks are put together for ``problem``. With a split size always in one way, since the order of sums depends on it and a row
+    alone must equal the row in a batch bit for bit."""
+    if problem.split_size is not None:
+        return chosen(math.inf)
     return chosen(_row_tiles(problem) * _most_tiles(problem) / max(device.num_sms, 1))
 
 
