@@ -347,7 +347,8 @@ class Shared:
 
 def _allocate(dtype, shape, layout):
     block = machine.current.block
-    start = -(-block.allocated // 1024) * 1024
+    alignment = 1024 if isinstance(layout, int) and layout else 16  # of swizzled panels; of scalars and vectors
+    start = -(-block.allocated // alignment) * alignment
     size = int(np.prod(shape)) * dtype.size
     block.allocated = start + size
     if block.allocated > block.memory.size:
@@ -935,6 +936,8 @@ def emulated(name):
             "reduction",
             "dependent_launch",
             "loader",
+            "roles",
+            "decode_bf16_wide_sm90",
         ):
             emulated(part)
     full = f"{PACKAGE}.{name}"

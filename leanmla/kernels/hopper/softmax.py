@@ -7,7 +7,7 @@ Scores are in base 2 (sm_scale times log2 e); masked scores are -inf by selectio
 
 from .gluon_names import gl, gluon
 
-__all__ = ["LOG2E", "log2", "probabilities", "reciprocal", "row_limits"]
+__all__ = ["LOG2E", "log2", "probabilities", "reciprocal", "row_limits", "weights"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -62,13 +62,8 @@ def _rescale(m, x):
 
 
 @gluon.jit
-def probabilities(x, m, den, i, limit, shared_keys, logit_cap, S: gl.constexpr, HAS_CAP: gl.constexpr, P_SHIFT: gl.constexpr):
-    """One step of the online softmax for the tile of keys 64 i .. 64 i + 63.
-
-    Args: base-2 scores ``x``, running maximum ``m``, denominator ``den`` [64, ROWS] still spread over threads; row r sees keys
-    below limit[r] and all rows see those below ``shared_keys``.
-    Returns 2^P_SHIFT exp2(x - max), the new m and den (which is scaled alike), and the factor for what was summed before.
-    """
+def weights(x, m, i, limit, shared_keys, logit_cap, S: gl.constexpr, HAS_CAP: gl.constexpr, P_SHIFT: gl.constexpr):
+    """What :func:`probabilities` returns except the denominator."""
     if HAS_CAP:
         x = _cap_logits(x, logit_cap)
     if i * x.shape[0] + x.shape[0] > shared_keys:
@@ -76,4 +71,16 @@ def probabilities(x, m, den, i, limit, shared_keys, logit_cap, S: gl.constexpr, 
         x = gl.where(key[:, None] < limit[None, :], x, float("-inf"))
     m, ref, alpha = _rescale(m, x)
     p = gl.exp2(x - (ref - P_SHIFT)[None, :])
+    return p, m, alpha
+
+
+@gluon.jit
+def probabilities(x, m, den, i, limit, shared_keys, logit_cap, S: gl.constexpr, HAS_CAP: gl.constexpr, P_SHIFT: gl.constexpr):
+    """One step of the online softmax for the tile of keys 64 i .. 64 i + 63.
+
+    Args: base-2 scores ``x``, running maximum ``m``, denominator ``den`` [64, ROWS] still spread over threads; row r sees keys
+    below limit[r] and all rows see those below ``shared_keys``.
+    Returns 2^P_SHIFT exp2(x - max), the new m and den (which is scaled alike), and the factor for what was summed before.
+    """
+    p, m, alpha = weights(x, m, i, limit, shared_keys, logit_cap, S, HAS_CAP, P_SHIFT)
     return p, m, den * alpha[None, :] + p, alpha

@@ -1,0 +1,236 @@
+"""The roles of ``decode_bf16_sm90`` for 64 query rows: the scores of one tile are worked out while the values of the one before are summed.
+
+    loader (1 or 4 warps) | scorer (1 warpgroup)            | summer (2 warpgroups, 256 of the 512 values each)
+    ----------------------+---------------------------------+---------------------------------------------------
+    wait empty[s]         | wait full[s]; S^T = K Q^T       | wait for P^T; O^T *= alpha
+    fetch tile i+2        | softmax; wait until P is free   | O^T += V^T P^T
+                          | P^T and alpha to shared memory  | arrive empty[s]; P is free
+
+Two warpgroups that did both in lockstep took about 6000 cycles a tile of 64 keys: each had half the rows of the scores, n32, which
+is bound by shared memory (24 cycles an instruction, n64 32), and nothing ran beside the softmax and the barriers. The scorer's 36
+products take 1152 cycles and the summer's 32 1024 beside a softmax of about 900; 73728 bytes take about 4000
+cycles at an SM's share of the memory.
+
+At the end of a segment the scorer hands over 1 / denominator and log-sum-exp and goes on with the next segment; the way out is the
+summer's.
+
+Registers: O^T is 128 a thread of the summer; S^T is 32 of the scorer and the denominator, spread over threads and key pairs, 16.
+Shared memory: two stages 144 KiB, the query 72 KiB, P^T 8 KiB; 3 KiB are left for the hand-over and for scratch.
+"""
+
+from .dependent_launch import let_kernel_after_begin
+from .gluon_names import (
+    BlockedLayout,
+    DistributedLinearLayout,
+    NVMMADistributedLayout,
+    SliceLayout,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .loader import clear_hidden, clear_rows, prefetch_rows, uniform
+from .pages import BLOCK
+from .reduction import column_of, counter_of, meet, store_columns
+from .schedule import has_work, segment, split_slots
+from .softmax import LOG2E, log2, reciprocal, row_limits, weights
+
+__all__ = ["scorer", "summer"]
+
+LATENT = gl.constexpr(512)
+#: Values of an accumulator of the summer.
+HALF = gl.constexpr(256)
+ROPE = gl.constexpr(64)
+LN2 = gl.constexpr(0.6931471805599453)
+#: Query rows on their way at a time: 64 registers a thread of one warpgroup.
+_PART = gl.constexpr(32)
+
+
+@gluon.jit
+def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_first, first_row, rows, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """Query rows to shared memory as bf16."""
+    L: gl.constexpr = BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    LR: gl.constexpr = BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    d = gl.arange(0, LATENT, SliceLayout(0, L))
+    dr = LATENT + gl.arange(0, ROPE, SliceLayout(0, LR))
+    for r0 in gl.static_range(0, ROWS, _PART):
+        r = r0 + gl.arange(0, _PART, SliceLayout(1, L))
+        at = (q_first + (first_row + r) // HEADS).to(gl.int64) * stride_token + (first_row + r) % HEADS * stride_head
+        x = gl.load((q_ptr + at)[:, None] + d[None, :], mask=(r < rows)[:, None], other=0.0)
+        rr = r0 + gl.arange(0, _PART, SliceLayout(1, LR))
+        at_r = (q_first + (first_row + rr) // HEADS).to(gl.int64) * stride_token + (first_row + rr) % HEADS * stride_head
+        xr = gl.load((q_ptr + at_r)[:, None] + dr[None, :], mask=(rr < rows)[:, None], other=0.0)
+        q_latent.slice(r0, _PART).store(x.to(gl.bfloat16))
+        q_rope.slice(r0, _PART).store(xr.to(gl.bfloat16))
+
+
+@gluon.jit
+def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr):
+    """Wait for tile i (the block's ``used``-th) and start S^T = K Q^T; the result is still in flight."""
+    stage = uniform(used % STAGES)
+    zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 36 descriptors out of vector registers
+    mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+    if GATHER:
+        fence_async_shared()  # cp.async writes like an ordinary store
+    elif i * BLOCK + BLOCK > kv_len:
+        clear_rows(latent, stage, kv_len - i * BLOCK, 16)
+    x = gl.zeros([BLOCK, ROWS], gl.float32, S)
+    x = warpgroup_mma(latent.index(stage), q_latent.index(zero).permute((1, 0)), x, use_acc=False, is_async=True)
+    return warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), x, is_async=True)
+
+
+@constexpr_function
+def pairs_layout(rows):
+    """[32 key pairs, rows] where the scores' layout holds both keys of a pair, k and k + 8, in a thread."""
+    registers = [[0, 1], *([0, 8 << k] for k in range((rows // 8).bit_length() - 1))]
+    return DistributedLinearLayout(registers, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [BLOCK // 2, rows])
+
+
+@gluon.jit
+def _pair_sums(p, PAIRS: gl.constexpr):
+    """Sums of the two keys that a thread holds of a row: half as many registers as the keys."""
+    ROWS: gl.constexpr = p.shape[1]
+    a, b = gl.split(gl.permute(gl.reshape(p, [BLOCK // 16, 2, 8, ROWS]), (0, 2, 3, 1)))
+    return gl.convert_layout(gl.reshape(a + b, [BLOCK // 2, ROWS]), PAIRS, assert_trivial=True)
+
+
+@gluon.jit
+def scorer(
+    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, full,
+    pages, piece, tile, sm_scale, logit_cap,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Probabilities of every tile, and what they sum up to at the end of every segment."""
+    S: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    PAIRS: gl.constexpr = pairs_layout(ROWS)
+    scale = sm_scale * LOG2E
+    b = piece.b
+    at = piece.start
+    base = piece.base
+    more = has_work(piece, MODE)
+    used = 0
+    ended = 0
+    while more:
+        kv_len, _, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
+        q_first, q_count = pages.query(b)
+        # kv_len is never negative: the term keeps offsets of rows from being worked out once, before the loop, and spilled.
+        first_row = tile * ROWS + gl.minimum(kv_len, 0)
+        rows = gl.minimum(q_count * HEADS - first_row, ROWS)
+        if rows > 0:
+            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_first, first_row, rows, HEADS, ROWS)
+            fence_async_shared()
+            if MODE == 0 and not pages.RAGGED_Q and follow < piece.end:
+                prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_first + q_count, first_row, rows, HEADS, ROWS)
+            # keys that every row of the tile sees
+            shared_keys = kv_len
+            if CAUSAL:
+                shared_keys = gl.minimum(kv_len, kv_len - q_count + 1 + first_row // HEADS)
+            m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, S))
+            den = gl.zeros([BLOCK // 2, ROWS], gl.float32, PAIRS)
+            for i in range(lo, hi):
+                x = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S, ROWS, STAGES, GATHER)
+                x = warpgroup_mma_wait(0, deps=[x])
+                # i is never negative: limits are worked out where the tile needs them, not kept
+                limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len + gl.minimum(i, 0), CAUSAL)
+                p, m, alpha = weights(x * scale, m, i, limit, shared_keys, logit_cap, S, HAS_CAP, 0.0)
+                den = den * gl.convert_layout(alpha, SliceLayout(0, PAIRS), assert_trivial=True)[None, :] + _pair_sums(p, PAIRS)
+                if CAUSAL and i * BLOCK + BLOCK > shared_keys:
+                    clear_hidden(latent, used % STAGES, shared_keys - i * BLOCK, kv_len - i * BLOCK, STAGES, 16)
+                p_handover.wait_for_room(used)
+                p_tile.store(p.to(gl.bfloat16))
+                alphas.index(0).store(alpha)
+                fence_async_shared()
+                p_handover.give()
+                used += 1
+
+            total = gl.convert_layout(gl.sum(den, 0), SliceLayout(0, S), assert_trivial=True)
+            none = total == 0.0
+            end_handover.wait_for_room(ended)
+            closing.index(0).store(gl.where(none, 0.0, reciprocal(total)))
+            closing.index(1).store(gl.where(none, float("-inf"), m + log2(total)))
+            end_handover.give()
+            ended += 1
+        base = follow
+        at = follow
+        b += 1
+        more = (follow < piece.end) & (MODE == 0)
+
+
+@gluon.jit
+def summer(
+    out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
+    latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
+):  # fmt: skip
+    """Weighted sums of the values, and the way out, segment after segment."""
+    O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    b = piece.b
+    at = piece.start
+    base = piece.base
+    more = has_work(piece, MODE)
+    used = 0
+    ended = 0
+    while more:
+        kv_len, _, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
+        q_first, q_count = pages.query(b)
+        # kv_len is never negative: the term keeps offsets of rows from being worked out once, before the loop, and spilled.
+        first_row = tile * ROWS + gl.minimum(kv_len, 0)
+        rows = gl.minimum(q_count * HEADS - first_row, ROWS)
+        if rows > 0:
+            lower = gl.zeros([HALF, ROWS], gl.float32, O)
+            upper = gl.zeros([HALF, ROWS], gl.float32, O)
+            for i in range(lo, hi):
+                stage = uniform(used % STAGES)
+                p_handover.receive(used)
+                values = latent.index(stage)
+                lower = lower * alphas.index(0).load(SliceLayout(0, O))[None, :]
+                lower = warpgroup_mma(values.slice(0, HALF, dim=1).permute((1, 0)), p_tile, lower, is_async=True)
+                # The upper half is rescaled while those products run: its factors are read from an address that is known only now.
+                upper = upper * alphas.index(uniform(gl.minimum(i, 0))).load(SliceLayout(0, O))[None, :]
+                upper = warpgroup_mma(values.slice(HALF, HALF, dim=1).permute((1, 0)), p_tile, upper, is_async=True)
+                lower, upper = warpgroup_mma_wait(0, deps=[lower, upper])
+                thread_barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+                p_handover.give_back()
+                used += 1
+
+            if (follow >= piece.end) | (MODE != 0):
+                let_kernel_after_begin()
+            end_handover.receive(ended)
+            inv = closing.index(0).load(SliceLayout(0, O))[None, :]
+            lower = lower * inv
+            upper = upper * inv
+            lse2 = closing.index(1).load(SliceLayout(0, O))
+            thread_barrier()
+            end_handover.give_back()
+            ended += 1
+            r = gl.arange(0, ROWS, SliceLayout(0, O))
+            d = gl.arange(0, HALF, SliceLayout(1, O))
+            splits, rank, stay, first_slot, next_slot, slot_step = split_slots(piece, b, base, kv_len, workers, tile, tiles, MODE)
+            if splits == 1:
+                token = (q_first + (first_row + r) // HEADS).to(gl.int64)
+                at_out = (out_ptr + (token * out_stride_token + (first_row + r) % HEADS * out_stride_head))[None, :]
+                gl.store(at_out + d[:, None], lower.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :])
+                gl.store(at_out + (HALF + d)[:, None], upper.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :])
+                if WRITE_LSE:
+                    gl.store(lse_ptr + token * lse_stride + (first_row + r) % HEADS, lse2 * LN2, mask=r < rows)
+            else:
+                slot = gl.where(rank == 0, first_slot, next_slot + (rank - 1) * slot_step).to(gl.int64) * ROWS
+                store_columns(part_out_ptr + slot * LATENT, lower, d, HALF, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, upper, HALF + d, HALF, ROWS)
+                gl.store(part_lse_ptr + slot + column_of(r), lse2)
+                # a launch that may not wait has nobody who stays
+                waits = may_wait & (follow >= piece.end).to(gl.int32)
+                stay = stay * may_wait
+                meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
+                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+        base = follow
+        at = follow
+        b += 1
+        more = (follow < piece.end) & (MODE == 0)
