@@ -176,8 +176,9 @@ def test_bf16_wide(constants):
     # a warpgroup of the summer has 256 of the 512 values
     assert [count(role, "HGMMA") for role in (summer, scorer)] == [16, 36]
     # more waits than products mean that ptxas has put one behind each
-    assert all(count(role, "WARPGROUP") <= 3 for role in (summer, scorer))
+    assert all(count(role, "WARPGROUP") <= 4 for role in (summer, scorer))
     assert count(summer, "LDL") == count(summer, "STL") == 0
+    # what the scorer keeps in local memory is mostly read where a tile is not whole
     assert count(scorer, "LDL") + count(scorer, "STL") <= 24
 
 

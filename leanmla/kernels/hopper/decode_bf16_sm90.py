@@ -222,6 +222,7 @@ def decode_bf16(
     FLAT: gl.constexpr = SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK // BOX
     LOADER_WARPS: gl.constexpr = 4 if GATHER else 1
+    FREED: gl.constexpr = 2 if ROWS == 64 and not GATHER else 1
 
     latent = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, LATENT], K)
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, ROPE], K)
@@ -235,7 +236,7 @@ def decode_bf16(
         q_rope2 = q_rope
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROWS], P)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES * FREED, 1], mbarrier.MBarrierLayout())
     if GATHER:
         warm = full  # not used; a barrier that nobody waits for would lie under scratch memory
     else:
@@ -243,7 +244,8 @@ def decode_bf16(
         mbarrier.init(warm, 1)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), 32 * LOADER_WARPS if GATHER else 1)
-        mbarrier.init(empty.index(s), 1)
+        for part in gl.static_range(FREED):
+            mbarrier.init(empty.index(s * FREED + part), 1)
     if ROWS == 64:
         alphas = gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT)
         closing = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
@@ -276,16 +278,16 @@ def decode_bf16(
                 (summer, (
                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
                     latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
-                    HEADS, ROWS, STAGES, MODE, WRITE_LSE)),
+                    HEADS, ROWS, STAGES, FREED, MODE, WRITE_LSE)),
                 (scorer, (
                     q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, full,
                     pages, piece, tile, sm_scale, logit_cap,
                     HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP)),
                 (loader, (
                     desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                    HEADS, STAGES, BOX, 64, 1152, GATHER, MODE)),
+                    HEADS, STAGES, BOX, 64, 1152, GATHER, MODE, FREED)),
             ],
-            [4, LOADER_WARPS], [120 if GATHER else 152, 72 if GATHER else 24],
+            [4, LOADER_WARPS], [120 if GATHER else 136, 72 if GATHER else 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(

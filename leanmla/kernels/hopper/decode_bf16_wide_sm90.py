@@ -4,7 +4,7 @@
     ----------------------+---------------------------------+---------------------------------------------------
     wait empty[s]         | wait full[s]; S^T = K Q^T       | wait for P^T; O^T *= alpha
     fetch tile i+2        | softmax; wait until P is free   | O^T += V^T P^T
-                          | P^T and alpha to shared memory  | arrive empty[s]; P is free
+                          | P^T and alpha to shared memory  | arrive empty[s] half by half; P is free
 
 Two warpgroups that did both in lockstep took about 6000 cycles a tile of 64 keys: each had half the rows of the scores, n32, which
 is bound by shared memory (24 cycles an instruction, n64 32), and nothing ran beside the softmax and the barriers. The scorer's 36
@@ -14,7 +14,9 @@ cycles at an SM's share of the memory.
 At the end of a segment the scorer hands over 1 / denominator and log-sum-exp and goes on with the next segment; the way out is the
 summer's.
 
-Registers: O^T is 128 a thread of the summer; S^T is 32 of the scorer and the denominator, spread over threads and key pairs, 16.
+Registers: O^T is 128 a thread of the summer; S^T is 32 of the scorer and the denominator, spread over threads and key pairs, 16. The
+launch has 65536 for 16 warps, so the summer gets what scorer and loader leave: 168 a thread, or 160 beside a gathering loader (with
+152 ptxas spills and waits behind every product).
 Shared memory: two stages 144 KiB, the query 72 KiB, P^T 8 KiB; 3 KiB are left for the hand-over and for scratch.
 """
 
@@ -165,7 +167,7 @@ def scorer(
 def summer(
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
     latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, FREED: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """Weighted sums of the values, and the way out, segment after segment."""
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
@@ -193,9 +195,13 @@ def summer(
                 # The upper half is rescaled while those products run: its factors are read from an address that is known only now.
                 upper = upper * alphas.index(uniform(gl.minimum(i, 0))).load(SliceLayout(0, O))[None, :]
                 upper = warpgroup_mma(values.slice(HALF, HALF, dim=1).permute((1, 0)), p_tile, upper, is_async=True)
+                if FREED == 2:
+                    lower = warpgroup_mma_wait(1, deps=[lower])
+                    thread_barrier()
+                    mbarrier.arrive(empty.index(2 * stage), count=1)
                 lower, upper = warpgroup_mma_wait(0, deps=[lower, upper])
                 thread_barrier()
-                mbarrier.arrive(empty.index(stage), count=1)
+                mbarrier.arrive(empty.index(stage * FREED + (FREED - 1)), count=1)
                 p_handover.give_back()
                 used += 1
 

@@ -49,17 +49,24 @@ def _places(pages, first_id, token, kv_len, BOX: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_panels(desc, desc_rope, latent, rope, full, stage, places, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr):
-    """A tile into ``stage`` by boxes of [BOX keys, PANEL values]."""
+def _fetch_panels(desc, desc_rope, latent, rope, full, empty, stage, parity, places, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr,
+                  FREED: gl.constexpr):  # fmt: skip
+    """A tile into ``stage`` by boxes of [BOX keys, PANEL values], as its FREED parts become free; the rope panel does with the first."""
     PARTS: gl.constexpr = BLOCK // BOX
     PANELS: gl.constexpr = 512 // PANEL
-    mbarrier.expect(full.index(stage), BLOCK * BYTES)
-    for j in gl.static_range(PARTS):
-        for p in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(
-                desc, [places[j][0], places[j][1], p * PANEL], full.index(stage), latent.index((stage * PANELS + p) * PARTS + j)
-            )
-        tma.async_copy_global_to_shared(desc_rope, [places[j][0], places[j][1], 512], full.index(stage), rope.index(stage * PARTS + j))
+    for part in gl.static_range(FREED):
+        mbarrier.wait(empty.index(stage * FREED + part), parity)
+        if part == 0:
+            mbarrier.expect(full.index(stage), BLOCK * BYTES)
+        for j in gl.static_range(PARTS):
+            for p in gl.static_range(part * PANELS // FREED, (part + 1) * PANELS // FREED):
+                tma.async_copy_global_to_shared(
+                    desc, [places[j][0], places[j][1], p * PANEL], full.index(stage), latent.index((stage * PANELS + p) * PARTS + j)
+                )
+            if part == 0:
+                tma.async_copy_global_to_shared(
+                    desc_rope, [places[j][0], places[j][1], 512], full.index(stage), rope.index(stage * PARTS + j)
+                )
 
 
 @gluon.jit
@@ -116,9 +123,10 @@ def prefetch_rows(q_ptr, stride_token, stride_head, first_token, first_row, rows
 def loader(
     desc, desc_rope, cache_ptr, page_stride, token_stride, latent, rope, full, empty, warm, counter_ptr, counters, turn, pages, piece, first_row,
     HEADS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr,
-    GATHER: gl.constexpr, MODE: gl.constexpr,
+    GATHER: gl.constexpr, MODE: gl.constexpr, FREED: gl.constexpr = 1,
 ):  # fmt: skip
-    """Fetches every tile of the worker's segments, in order, as stages become free. BYTES: of one key."""
+    """Fetches every tile of the worker's segments, in order, as stages become free. BYTES: of one key. FREED: parts of a stage's
+    latent values that become free one after the other, 1 for gathered rows."""
     b = piece.b
     at = piece.start
     base = piece.base
@@ -146,8 +154,7 @@ def loader(
                 else:
                     # page ids are asked for before the wait, so that they come in during it
                     places = _places(pages, first_id, i * BLOCK, kv_len, BOX)
-                    mbarrier.wait(empty.index(stage), parity)
-                    _fetch_panels(desc, desc_rope, latent, rope, full, stage, places, BOX, PANEL, BYTES)
+                    _fetch_panels(desc, desc_rope, latent, rope, full, empty, stage, parity, places, BOX, PANEL, BYTES, FREED)
                 fetched += 1
         base = follow
         at = follow
