@@ -175,8 +175,8 @@ def test_bf16_wide(constants):
     summer, scorer = sorted(product_loops(sass), key=lambda role: count(role, "HGMMA"))
     # a warpgroup of the summer has 256 of the 512 values
     assert [count(role, "HGMMA") for role in (summer, scorer)] == [16, 36]
-    # more waits than products mean that ptxas has put one behind each
-    assert all(count(role, "WARPGROUP") <= 4 for role in (summer, scorer))
+    # more means that ptxas has put a wait behind each product
+    assert all(count(role, "WARPGROUP") <= 8 for role in (summer, scorer))
     assert count(summer, "LDL") == count(summer, "STL") == 0
     # what the scorer keeps in local memory is mostly read where a tile is not whole
     assert count(scorer, "LDL") + count(scorer, "STL") <= 24

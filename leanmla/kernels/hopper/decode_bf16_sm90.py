@@ -220,9 +220,9 @@ def decode_bf16(
     PANEL: gl.constexpr = NVMMASharedLayout(128, 16, 3)
     P: gl.constexpr = NVMMASharedLayout(2 * ROWS, 16, 2)
     FLAT: gl.constexpr = SwizzledSharedLayout(1, 1, 1, [0])
-    PARTS: gl.constexpr = BLOCK // BOX
+    BOXES: gl.constexpr = BLOCK // BOX
     LOADER_WARPS: gl.constexpr = 4 if GATHER else 1
-    FREED: gl.constexpr = 2 if ROWS == 64 and not GATHER else 1
+    PARTS: gl.constexpr = 5 if ROWS == 64 and not GATHER else 1
 
     latent = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, LATENT], K)
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, ROPE], K)
@@ -235,17 +235,16 @@ def decode_bf16(
         q_latent2 = q_latent
         q_rope2 = q_rope
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROWS], P)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES * FREED, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * PARTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES * PARTS, 1], mbarrier.MBarrierLayout())
     if GATHER:
         warm = full  # not used; a barrier that nobody waits for would lie under scratch memory
     else:
         warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(warm, 1)
-    for s in gl.static_range(STAGES):
+    for s in gl.static_range(STAGES * PARTS):
         mbarrier.init(full.index(s), 32 * LOADER_WARPS if GATHER else 1)
-        for part in gl.static_range(FREED):
-            mbarrier.init(empty.index(s * FREED + part), 1)
+        mbarrier.init(empty.index(s), 1)
     if ROWS == 64:
         alphas = gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT)
         closing = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
@@ -257,8 +256,8 @@ def decode_bf16(
         latent_parts = latent
         rope_parts = rope
     else:
-        latent_parts = latent._reinterpret(gl.bfloat16, [STAGES * 8 * PARTS, 1, BOX, 64], PANEL)
-        rope_parts = rope._reinterpret(gl.bfloat16, [STAGES * PARTS, 1, BOX, 64], PANEL)
+        latent_parts = latent._reinterpret(gl.bfloat16, [STAGES * 8 * BOXES, 1, BOX, 64], PANEL)
+        rope_parts = rope._reinterpret(gl.bfloat16, [STAGES * BOXES, 1, BOX, 64], PANEL)
         thread_barrier()
         warm_up(desc, desc, latent_parts, rope_parts, warm, BOX, 64, 1152)
 
@@ -278,14 +277,14 @@ def decode_bf16(
                 (summer, (
                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
                     latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
-                    HEADS, ROWS, STAGES, FREED, MODE, WRITE_LSE)),
+                    HEADS, ROWS, STAGES, PARTS, MODE, WRITE_LSE)),
                 (scorer, (
-                    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, full,
+                    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, full, empty,
                     pages, piece, tile, sm_scale, logit_cap,
-                    HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP)),
+                    HEADS, ROWS, STAGES, PARTS, GATHER, MODE, CAUSAL, HAS_CAP)),
                 (loader, (
                     desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                    HEADS, STAGES, BOX, 64, 1152, GATHER, MODE, FREED)),
+                    HEADS, STAGES, BOX, 64, 1152, GATHER, MODE, PARTS)),
             ],
             [4, LOADER_WARPS], [120 if GATHER else 136, 72 if GATHER else 40],
         )  # fmt: skip

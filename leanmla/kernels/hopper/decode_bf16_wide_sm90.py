@@ -2,9 +2,16 @@
 
     loader (1 or 4 warps) | scorer (1 warpgroup)            | summer (2 warpgroups, 256 of the 512 values each)
     ----------------------+---------------------------------+---------------------------------------------------
-    wait empty[s]         | wait full[s]; S^T = K Q^T       | wait for P^T; O^T *= alpha
-    fetch tile i+2        | softmax; wait until P is free   | O^T += V^T P^T
-                          | P^T and alpha to shared memory  | arrive empty[s] half by half; P is free
+    part by part of tile  | part by part:                   | wait for P^T; O^T = alpha O^T + V^T P^T,
+    i+2: wait empty[s][n] | wait full[s][n]; S^T += K Q^T   | quarter by quarter
+    and fetch             | softmax; wait until P is free   | as each is complete: arrive empty[s][1 + quarter]
+                          | P^T and alpha to shared memory  | P is free
+                          | arrive empty[s][0]              |
+
+A stage is five parts: the rope panel and four quarters of the latent values, each of two panels, in the order in which they become
+free, arrive and are used. A part arrives while the products of the one before run, and its place is taken by the next tile but
+one as soon as it is free. With two stages that came and went as wholes a tile took 2.9 us, of which memory needs 2.1: a stage was taken
+for its transfer and for all that happened to it, one after the other. Gathered rows come and go as wholes.
 
 Two warpgroups that did both in lockstep took about 6000 cycles a tile of 64 keys: each had half the rows of the scores, n32, which
 is bound by shared memory (24 cycles an instruction, n64 32), and nothing ran beside the softmax and the barriers. The scorer's 36
@@ -44,8 +51,8 @@ from .softmax import LOG2E, log2, reciprocal, row_limits, weights
 __all__ = ["scorer", "summer"]
 
 LATENT = gl.constexpr(512)
-#: Values of an accumulator of the summer.
-HALF = gl.constexpr(256)
+#: Values of a key that arrive, are summed and become free together.
+QUARTER = gl.constexpr(128)
 ROPE = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
 #: Query rows on their way at a time: 64 registers a thread of one warpgroup.
@@ -71,18 +78,31 @@ def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_first, first_r
 
 
 @gluon.jit
-def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr):
-    """Wait for tile i (the block's ``used``-th) and start S^T = K Q^T; the result is still in flight."""
+def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len,
+            S: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr):  # fmt: skip
+    """Start S^T = K Q^T of tile i (the block's ``used``-th) part after part as they arrive; the result is still in flight."""
     stage = uniform(used % STAGES)
+    parity = (used // STAGES) & 1
     zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 36 descriptors out of vector registers
-    mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+    k = latent.index(stage)
+    q = q_latent.index(zero)
     if GATHER:
+        mbarrier.wait(full.index(stage), parity)
         fence_async_shared()  # cp.async writes like an ordinary store
     elif i * BLOCK + BLOCK > kv_len:
+        for part in gl.static_range(PARTS):
+            mbarrier.wait(full.index(stage * PARTS + part), parity)
         clear_rows(latent, stage, kv_len - i * BLOCK, 16)
+    if not GATHER:
+        mbarrier.wait(full.index(stage * PARTS), parity)
     x = gl.zeros([BLOCK, ROWS], gl.float32, S)
-    x = warpgroup_mma(latent.index(stage), q_latent.index(zero).permute((1, 0)), x, use_acc=False, is_async=True)
-    return warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), x, is_async=True)
+    x = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), x, use_acc=False, is_async=True)
+    for n in gl.static_range(LATENT // QUARTER):
+        if not GATHER:
+            mbarrier.wait(full.index(stage * PARTS + 1 + n), parity)
+        keys = k.slice(n * QUARTER, QUARTER, dim=1)
+        x = warpgroup_mma(keys, q.slice(n * QUARTER, QUARTER, dim=1).permute((1, 0)), x, is_async=True)
+    return x
 
 
 @constexpr_function
@@ -102,9 +122,9 @@ def _pair_sums(p, PAIRS: gl.constexpr):
 
 @gluon.jit
 def scorer(
-    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, full,
+    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, full, empty,
     pages, piece, tile, sm_scale, logit_cap,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Probabilities of every tile, and what they sum up to at the end of every segment."""
@@ -135,7 +155,7 @@ def scorer(
             m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, S))
             den = gl.zeros([BLOCK // 2, ROWS], gl.float32, PAIRS)
             for i in range(lo, hi):
-                x = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S, ROWS, STAGES, GATHER)
+                x = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S, ROWS, STAGES, PARTS, GATHER)
                 x = warpgroup_mma_wait(0, deps=[x])
                 # i is never negative: limits are worked out where the tile needs them, not kept
                 limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len + gl.minimum(i, 0), CAUSAL)
@@ -148,6 +168,8 @@ def scorer(
                 alphas.index(0).store(alpha)
                 fence_async_shared()
                 p_handover.give()
+                if not GATHER:
+                    mbarrier.arrive(empty.index(used % STAGES * PARTS), count=1)  # the rope panel; all threads have met in give
                 used += 1
 
             total = gl.convert_layout(gl.sum(den, 0), SliceLayout(0, S), assert_trivial=True)
@@ -164,10 +186,27 @@ def scorer(
 
 
 @gluon.jit
+def _add_values(values, n: gl.constexpr, p_tile, alphas, i, o, O: gl.constexpr):
+    """Start O^T = alpha O^T + V^T P^T for quarter n of the values; the result is still in flight.
+
+    It is rescaled while the products of the one before run: the factors are read anew, from an address that is known only by then.
+    """
+    o = o * alphas.index(uniform(gl.minimum(i, 0))).load(SliceLayout(0, O))[None, :]
+    return warpgroup_mma(values.slice(n * QUARTER, QUARTER, dim=1).permute((1, 0)), p_tile, o, is_async=True)
+
+
+@gluon.jit
+def _let_go(empty, part):
+    """A part of a stage, of which this thread's products have been completed."""
+    thread_barrier()
+    mbarrier.arrive(empty.index(part), count=1)
+
+
+@gluon.jit
 def summer(
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
     latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, FREED: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """Weighted sums of the values, and the way out, segment after segment."""
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
@@ -184,24 +223,29 @@ def summer(
         first_row = tile * ROWS + gl.minimum(kv_len, 0)
         rows = gl.minimum(q_count * HEADS - first_row, ROWS)
         if rows > 0:
-            lower = gl.zeros([HALF, ROWS], gl.float32, O)
-            upper = gl.zeros([HALF, ROWS], gl.float32, O)
+            o0 = gl.zeros([QUARTER, ROWS], gl.float32, O)
+            o1 = gl.zeros([QUARTER, ROWS], gl.float32, O)
+            o2 = gl.zeros([QUARTER, ROWS], gl.float32, O)
+            o3 = gl.zeros([QUARTER, ROWS], gl.float32, O)
             for i in range(lo, hi):
                 stage = uniform(used % STAGES)
                 p_handover.receive(used)
                 values = latent.index(stage)
-                lower = lower * alphas.index(0).load(SliceLayout(0, O))[None, :]
-                lower = warpgroup_mma(values.slice(0, HALF, dim=1).permute((1, 0)), p_tile, lower, is_async=True)
-                # The upper half is rescaled while those products run: its factors are read from an address that is known only now.
-                upper = upper * alphas.index(uniform(gl.minimum(i, 0))).load(SliceLayout(0, O))[None, :]
-                upper = warpgroup_mma(values.slice(HALF, HALF, dim=1).permute((1, 0)), p_tile, upper, is_async=True)
-                if FREED == 2:
-                    lower = warpgroup_mma_wait(1, deps=[lower])
-                    thread_barrier()
-                    mbarrier.arrive(empty.index(2 * stage), count=1)
-                lower, upper = warpgroup_mma_wait(0, deps=[lower, upper])
-                thread_barrier()
-                mbarrier.arrive(empty.index(stage * FREED + (FREED - 1)), count=1)
+                o0 = _add_values(values, 0, p_tile, alphas, i, o0, O)
+                o1 = _add_values(values, 1, p_tile, alphas, i, o1, O)
+                o2 = _add_values(values, 2, p_tile, alphas, i, o2, O)
+                o3 = _add_values(values, 3, p_tile, alphas, i, o3, O)
+                if PARTS > 1:
+                    o0 = warpgroup_mma_wait(3, deps=[o0])
+                    _let_go(empty, stage * PARTS + 1)
+                    o1 = warpgroup_mma_wait(2, deps=[o1])
+                    _let_go(empty, stage * PARTS + 2)
+                    o2 = warpgroup_mma_wait(1, deps=[o2])
+                    _let_go(empty, stage * PARTS + 3)
+                    o3 = warpgroup_mma_wait(0, deps=[o3])
+                else:
+                    o0, o1, o2, o3 = warpgroup_mma_wait(0, deps=[o0, o1, o2, o3])
+                _let_go(empty, stage * PARTS + (PARTS - 1))
                 p_handover.give_back()
                 used += 1
 
@@ -209,26 +253,32 @@ def summer(
                 let_kernel_after_begin()
             end_handover.receive(ended)
             inv = closing.index(0).load(SliceLayout(0, O))[None, :]
-            lower = lower * inv
-            upper = upper * inv
+            o0 = o0 * inv
+            o1 = o1 * inv
+            o2 = o2 * inv
+            o3 = o3 * inv
             lse2 = closing.index(1).load(SliceLayout(0, O))
             thread_barrier()
             end_handover.give_back()
             ended += 1
             r = gl.arange(0, ROWS, SliceLayout(0, O))
-            d = gl.arange(0, HALF, SliceLayout(1, O))
+            d = gl.arange(0, QUARTER, SliceLayout(1, O))
             splits, rank, stay, first_slot, next_slot, slot_step = split_slots(piece, b, base, kv_len, workers, tile, tiles, MODE)
             if splits == 1:
                 token = (q_first + (first_row + r) // HEADS).to(gl.int64)
                 at_out = (out_ptr + (token * out_stride_token + (first_row + r) % HEADS * out_stride_head))[None, :]
-                gl.store(at_out + d[:, None], lower.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :])
-                gl.store(at_out + (HALF + d)[:, None], upper.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :])
+                gl.store(at_out + d[:, None], o0.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :])
+                gl.store(at_out + (QUARTER + d)[:, None], o1.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :])
+                gl.store(at_out + (2 * QUARTER + d)[:, None], o2.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :])
+                gl.store(at_out + (3 * QUARTER + d)[:, None], o3.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :])
                 if WRITE_LSE:
                     gl.store(lse_ptr + token * lse_stride + (first_row + r) % HEADS, lse2 * LN2, mask=r < rows)
             else:
                 slot = gl.where(rank == 0, first_slot, next_slot + (rank - 1) * slot_step).to(gl.int64) * ROWS
-                store_columns(part_out_ptr + slot * LATENT, lower, d, HALF, ROWS)
-                store_columns(part_out_ptr + slot * LATENT, upper, HALF + d, HALF, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, o0, d, QUARTER, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, o1, QUARTER + d, QUARTER, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, o2, 2 * QUARTER + d, QUARTER, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, o3, 3 * QUARTER + d, QUARTER, ROWS)
                 gl.store(part_lse_ptr + slot + column_of(r), lse2)
                 # a launch that may not wait has nobody who stays
                 waits = may_wait & (follow >= piece.end).to(gl.int32)
