@@ -248,6 +248,8 @@ def decode_bf16(
     if ROWS == 64:
         alphas = gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT)
         closing = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+        q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(q_ready, 1)
         p_handover = handover()
         end_handover = handover()
     fence_async_shared()
@@ -275,11 +277,12 @@ def decode_bf16(
         gl.warp_specialize(
             [
                 (summer, (
+                    q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_ready,
                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
                     latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
                     HEADS, ROWS, STAGES, PARTS, MODE, WRITE_LSE)),
                 (scorer, (
-                    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, full, empty,
+                    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, q_ready, full, empty,
                     pages, piece, tile, sm_scale, logit_cap,
                     HEADS, ROWS, STAGES, PARTS, GATHER, MODE, CAUSAL, HAS_CAP)),
                 (loader, (

@@ -18,6 +18,7 @@ is bound by shared memory (24 cycles an instruction, n64 32), and nothing ran be
 products take 1152 cycles and the summer's 32 1024 beside a softmax of about 900; 73728 bytes take about 4000
 cycles at an SM's share of the memory.
 
+The query of the first segment is fetched by the summer, which waits anyway; of later ones by the scorer, beside the end of the one before.
 At the end of a segment the scorer hands over 1 / denominator and log-sum-exp and goes on with the next segment; the way out is the
 summer's.
 
@@ -55,26 +56,25 @@ LATENT = gl.constexpr(512)
 QUARTER = gl.constexpr(128)
 ROPE = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
-#: Query rows on their way at a time: 64 registers a thread of one warpgroup.
-_PART = gl.constexpr(32)
 
 
 @gluon.jit
 def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_first, first_row, rows, HEADS: gl.constexpr, ROWS: gl.constexpr):
-    """Query rows to shared memory as bf16."""
+    """Query rows to shared memory as bf16, as many at a time as take 64 registers a thread."""
+    PART: gl.constexpr = gl.num_warps() * 8
     L: gl.constexpr = BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     LR: gl.constexpr = BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     d = gl.arange(0, LATENT, SliceLayout(0, L))
     dr = LATENT + gl.arange(0, ROPE, SliceLayout(0, LR))
-    for r0 in gl.static_range(0, ROWS, _PART):
-        r = r0 + gl.arange(0, _PART, SliceLayout(1, L))
+    for r0 in gl.static_range(0, ROWS, PART):
+        r = r0 + gl.arange(0, PART, SliceLayout(1, L))
         at = (q_first + (first_row + r) // HEADS).to(gl.int64) * stride_token + (first_row + r) % HEADS * stride_head
         x = gl.load((q_ptr + at)[:, None] + d[None, :], mask=(r < rows)[:, None], other=0.0)
-        rr = r0 + gl.arange(0, _PART, SliceLayout(1, LR))
+        rr = r0 + gl.arange(0, PART, SliceLayout(1, LR))
         at_r = (q_first + (first_row + rr) // HEADS).to(gl.int64) * stride_token + (first_row + rr) % HEADS * stride_head
         xr = gl.load((q_ptr + at_r)[:, None] + dr[None, :], mask=(rr < rows)[:, None], other=0.0)
-        q_latent.slice(r0, _PART).store(x.to(gl.bfloat16))
-        q_rope.slice(r0, _PART).store(xr.to(gl.bfloat16))
+        q_latent.slice(r0, PART).store(x.to(gl.bfloat16))
+        q_rope.slice(r0, PART).store(xr.to(gl.bfloat16))
 
 
 @gluon.jit
@@ -122,7 +122,7 @@ def _pair_sums(p, PAIRS: gl.constexpr):
 
 @gluon.jit
 def scorer(
-    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, full, empty,
+    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, q_ready, full, empty,
     pages, piece, tile, sm_scale, logit_cap,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr,
@@ -144,8 +144,11 @@ def scorer(
         first_row = tile * ROWS + gl.minimum(kv_len, 0)
         rows = gl.minimum(q_count * HEADS - first_row, ROWS)
         if rows > 0:
-            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_first, first_row, rows, HEADS, ROWS)
-            fence_async_shared()
+            if b == piece.b:
+                mbarrier.wait(q_ready, 0)
+            else:
+                _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_first, first_row, rows, HEADS, ROWS)
+                fence_async_shared()
             if MODE == 0 and not pages.RAGGED_Q and follow < piece.end:
                 prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_first + q_count, first_row, rows, HEADS, ROWS)
             # keys that every row of the tile sees
@@ -204,16 +207,26 @@ def _let_go(empty, part):
 
 @gluon.jit
 def summer(
+    q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_ready,
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
     latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Weighted sums of the values, and the way out, segment after segment."""
+    """The query of the first segment; weighted sums of the values, and the way out, segment after segment."""
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     b = piece.b
     at = piece.start
     base = piece.base
     more = has_work(piece, MODE)
+    if more:
+        # These warps have nothing else to do yet and are twice as many as the scorer's: one round trip instead of two.
+        first_token, tokens = pages.query(b)
+        asked = gl.minimum(tokens * HEADS - tile * ROWS, ROWS)
+        if asked > 0:
+            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), first_token, tile * ROWS, asked, HEADS, ROWS)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(q_ready, count=1)
     used = 0
     ended = 0
     while more:
