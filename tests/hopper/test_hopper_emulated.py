@@ -102,6 +102,18 @@ def test_bf16_of_64_rows(case):
     check(case.replace(format="bf16"))
 
 
+@pytest.mark.parametrize("factor", [4, 30])
+def test_references_that_follow_late_and_often(factor):
+    """The scores' spread decides how many tiles have one far above what was seen before."""
+    inputs = make_inputs(DecodeCase((520, 380), num_heads=64))
+    inputs.q.mul_(factor)
+    out, lse = run(inputs)
+    want, want_lse = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)
+    report = compare(inputs, out, reference=(want, want_lse))
+    assert report, report.message
+    assert bool(((lse.double() - want_lse).abs() <= 4e-4 * want_lse.abs()).all())
+
+
 #: Opposite orders of partitions, blocks, copies and products. "first" lets a block that waits for its partners run out of patience.
 POLICIES = [
     Policy("first", late=True, resident=6), Policy("last", late=False, resident=6), Policy("last", late=True, resident=2),

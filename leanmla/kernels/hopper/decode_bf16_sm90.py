@@ -247,6 +247,8 @@ def decode_bf16(
         mbarrier.init(empty.index(s), 1)
     if ROWS == 64:
         alphas = gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT)
+        raised = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+        votes = gl.allocate_shared_memory(gl.int32, [32, 4], SwizzledSharedLayout(1, 1, 1, [1, 0]))
         closing = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
         q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(q_ready, 1)
@@ -279,17 +281,17 @@ def decode_bf16(
                 (summer, (
                     q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_ready,
                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
-                    latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
+                    latent, p_tile, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
                     HEADS, ROWS, STAGES, PARTS, MODE, WRITE_LSE)),
                 (scorer, (
-                    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, q_ready, full, empty,
+                    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, raised, p_handover, votes, closing, end_handover, q_ready, full, empty,
                     pages, piece, tile, sm_scale, logit_cap,
                     HEADS, ROWS, STAGES, PARTS, GATHER, MODE, CAUSAL, HAS_CAP)),
                 (loader, (
                     desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                     HEADS, STAGES, BOX, 64, 1152, GATHER, MODE, PARTS)),
             ],
-            [4, LOADER_WARPS], [120 if GATHER else 136, 72 if GATHER else 40],
+            [4, LOADER_WARPS], [120 if GATHER else 152, 72 if GATHER else 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(

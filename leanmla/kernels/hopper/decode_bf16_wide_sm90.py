@@ -4,8 +4,8 @@
     ----------------------+---------------------------------+---------------------------------------------------
     part by part of tile  | part by part:                   | wait for P^T; O^T = alpha O^T + V^T P^T,
     i+2: wait empty[s][n] | wait full[s][n]; S^T += K Q^T   | quarter by quarter
-    and fetch             | softmax; wait until P is free   | as each is complete: arrive empty[s][1 + quarter]
-                          | P^T and alpha to shared memory  | P is free
+    and fetch             | weights; wait until P is free   | as each is complete: arrive empty[s][1 + quarter]
+                          | P^T (and alpha) to shared memory| P is free
                           | arrive empty[s][0]              |
 
 A stage is five parts: the rope panel and four quarters of the latent values, each of two panels, in the order in which they become
@@ -13,19 +13,25 @@ free, arrive and are used. A part arrives while the products of the one before r
 one as soon as it is free. With two stages that came and went as wholes a tile took 2.9 us, of which memory needs 2.1: a stage was taken
 for its transfer and for all that happened to it, one after the other. Gathered rows come and go as wholes.
 
+Weights are 2^(score - reference), and a reference need not be the largest score so far: it follows, for all rows at once, only when
+some score lies more than LEEWAY above its row's. That is the first tile and seldom another. Any other tile takes one vote of the
+warps in the place of a maximum over the keys of every row (half of the softmax's time), and neither sums nor denominators are
+rescaled. Weights stay below 2^LEEWAY, so bf16 and the sums in fp32 hold them as well as those below 1. But the largest is no longer
+1, which bf16 holds exactly: sums are divided by that of the rounded weights, so that a key that outweighs all others still comes out
+as it is, and log-sum-exp is that of the weights before rounding.
+
 Two warpgroups that did both in lockstep took about 6000 cycles a tile of 64 keys: each had half the rows of the scores, n32, which
 is bound by shared memory (24 cycles an instruction, n64 32), and nothing ran beside the softmax and the barriers. The scorer's 36
-products take 1152 cycles and the summer's 32 1024 beside a softmax of about 900; 73728 bytes take about 4000
+products take 1152 cycles and the summer's 32 1024 beside a softmax of about 500; 73728 bytes take about 4000
 cycles at an SM's share of the memory.
 
 The query of the first segment is fetched by the summer, which waits anyway; of later ones by the scorer, beside the end of the one before.
 At the end of a segment the scorer hands over 1 / denominator and log-sum-exp and goes on with the next segment; the way out is the
 summer's.
 
-Registers: O^T is 128 a thread of the summer; S^T is 32 of the scorer and the denominator, spread over threads and key pairs, 16. The
-launch has 65536 for 16 warps, so the summer gets what scorer and loader leave: 168 a thread, or 160 beside a gathering loader (with
-152 ptxas spills and waits behind every product).
-Shared memory: two stages 144 KiB, the query 72 KiB, P^T 8 KiB; 3 KiB are left for the hand-over and for scratch.
+Registers: O^T is 128 a thread of the summer; of the scorer S^T and the weights are 32 each, the references 16 and two denominators,
+spread over threads and key pairs, 32. The launch has 65536 for 16 warps, so the summer gets what scorer and loader leave: 160 a thread.
+Shared memory: two stages 144 KiB, the query 72 KiB, P^T 8 KiB; 3 KiB for the hand-over and for scratch, of which 250 bytes are left.
 """
 
 from .dependent_launch import let_kernel_after_begin
@@ -47,7 +53,7 @@ from .loader import clear_hidden, clear_rows, prefetch_rows, uniform
 from .pages import BLOCK
 from .reduction import column_of, counter_of, meet, store_columns
 from .schedule import has_work, segment, split_slots
-from .softmax import LOG2E, log2, reciprocal, row_limits, weights
+from .softmax import LOG2E, log2, reciprocal, row_limits, visible_scores
 
 __all__ = ["scorer", "summer"]
 
@@ -56,6 +62,10 @@ LATENT = gl.constexpr(512)
 QUARTER = gl.constexpr(128)
 ROPE = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
+#: How far, in powers of two, a score may lie above the reference of its row before the references follow.
+LEEWAY = gl.constexpr(8.0)
+#: Reference of a row that has seen nothing: a finite one, so that hidden keys, at -inf, weigh nothing.
+NOTHING = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
@@ -121,8 +131,23 @@ def _pair_sums(p, PAIRS: gl.constexpr):
 
 
 @gluon.jit
+def _any_above(x, votes):
+    """Whether x exceeds LEEWAY anywhere in a tile of scores' layout: not 0 for all threads, which meet here."""
+    COLUMNS: gl.constexpr = x.shape[1] // 8
+    ALL: gl.constexpr = BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    # [warp, key pair, lane, columns, lane, column pair]: what a thread holds, without its neighbours
+    most = gl.max(gl.max(gl.max(gl.reshape(x, [4, 2, 8, COLUMNS, 4, 2]), 5), 3), 1)
+    vote = gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.reshape((most > LEEWAY).to(gl.int32), [4, 32])], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    votes.store(gl.permute(vote, (1, 0)))
+    thread_barrier()
+    return gl.max(gl.reshape(votes.slice(0, 1).load(ALL), [4]), 0)
+
+
+@gluon.jit
 def scorer(
-    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, p_handover, closing, end_handover, q_ready, full, empty,
+    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, raised, p_handover, votes, closing, end_handover, q_ready, full, empty,
     pages, piece, tile, sm_scale, logit_cap,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr,
@@ -130,6 +155,7 @@ def scorer(
     """Probabilities of every tile, and what they sum up to at the end of every segment."""
     S: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     PAIRS: gl.constexpr = pairs_layout(ROWS)
+    ONE: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
     scale = sm_scale * LOG2E
     b = piece.b
     at = piece.start
@@ -155,22 +181,37 @@ def scorer(
             shared_keys = kv_len
             if CAUSAL:
                 shared_keys = gl.minimum(kv_len, kv_len - q_count + 1 + first_row // HEADS)
-            m = gl.full([ROWS], float("-inf"), gl.float32, SliceLayout(0, S))
+            ref = gl.full([ROWS], NOTHING, gl.float32, SliceLayout(0, S))
             den = gl.zeros([BLOCK // 2, ROWS], gl.float32, PAIRS)
+            rounded_den = gl.zeros([BLOCK // 2, ROWS], gl.float32, PAIRS)
             for i in range(lo, hi):
                 x = _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len, S, ROWS, STAGES, PARTS, GATHER)
                 x = warpgroup_mma_wait(0, deps=[x])
                 # i is never negative: limits are worked out where the tile needs them, not kept
                 limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len + gl.minimum(i, 0), CAUSAL)
-                p, m, alpha = weights(x * scale, m, i, limit, shared_keys, logit_cap, S, HAS_CAP, 0.0)
-                den = den * gl.convert_layout(alpha, SliceLayout(0, PAIRS), assert_trivial=True)[None, :] + _pair_sums(p, PAIRS)
+                x = visible_scores(x * scale, i, limit, shared_keys, logit_cap, S, HAS_CAP)
+                above = x - ref[None, :]
+                p = gl.exp2(above)
+                above_leeway = _any_above(above, votes)
+                p_handover.wait_for_room(used)
+                if above_leeway != 0:
+                    highest = gl.maximum(ref, gl.max(x, 0))
+                    alpha = gl.exp2(ref - highest)
+                    alphas.index(0).store(alpha)
+                    factor = gl.convert_layout(alpha, SliceLayout(0, PAIRS), assert_trivial=True)[None, :]
+                    den = den * factor
+                    rounded_den = rounded_den * factor
+                    p = gl.exp2(x - highest[None, :])
+                    ref = highest
                 if CAUSAL and i * BLOCK + BLOCK > shared_keys:
                     clear_hidden(latent, used % STAGES, shared_keys - i * BLOCK, kv_len - i * BLOCK, STAGES, 16)
-                p_handover.wait_for_room(used)
-                p_tile.store(p.to(gl.bfloat16))
-                alphas.index(0).store(alpha)
+                rounded = p.to(gl.bfloat16)
+                p_tile.store(rounded)
+                raised.store(gl.full([1], above_leeway, gl.int32, ONE))
                 fence_async_shared()
                 p_handover.give()
+                den = den + _pair_sums(p, PAIRS)
+                rounded_den = rounded_den + _pair_sums(rounded.to(gl.float32), PAIRS)
                 if not GATHER:
                     mbarrier.arrive(empty.index(used % STAGES * PARTS), count=1)  # the rope panel; all threads have met in give
                 used += 1
@@ -178,8 +219,9 @@ def scorer(
             total = gl.convert_layout(gl.sum(den, 0), SliceLayout(0, S), assert_trivial=True)
             none = total == 0.0
             end_handover.wait_for_room(ended)
-            closing.index(0).store(gl.where(none, 0.0, reciprocal(total)))
-            closing.index(1).store(gl.where(none, float("-inf"), m + log2(total)))
+            rounded_total = gl.convert_layout(gl.sum(rounded_den, 0), SliceLayout(0, S), assert_trivial=True)
+            closing.index(0).store(gl.where(none, 0.0, reciprocal(rounded_total)))
+            closing.index(1).store(gl.where(none, float("-inf"), ref + log2(total)))
             end_handover.give()
             ended += 1
         base = follow
@@ -189,12 +231,8 @@ def scorer(
 
 
 @gluon.jit
-def _add_values(values, n: gl.constexpr, p_tile, alphas, i, o, O: gl.constexpr):
-    """Start O^T = alpha O^T + V^T P^T for quarter n of the values; the result is still in flight.
-
-    It is rescaled while the products of the one before run: the factors are read anew, from an address that is known only by then.
-    """
-    o = o * alphas.index(uniform(gl.minimum(i, 0))).load(SliceLayout(0, O))[None, :]
+def _add_values(values, n: gl.constexpr, p_tile, o):
+    """Start O^T += V^T P^T for quarter n of the values; the result is still in flight."""
     return warpgroup_mma(values.slice(n * QUARTER, QUARTER, dim=1).permute((1, 0)), p_tile, o, is_async=True)
 
 
@@ -209,11 +247,12 @@ def _let_go(empty, part):
 def summer(
     q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_ready,
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
-    latent, p_tile, alphas, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
+    latent, p_tile, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """The query of the first segment; weighted sums of the values, and the way out, segment after segment."""
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    ONE: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
     b = piece.b
     at = piece.start
     base = piece.base
@@ -240,14 +279,20 @@ def summer(
             o1 = gl.zeros([QUARTER, ROWS], gl.float32, O)
             o2 = gl.zeros([QUARTER, ROWS], gl.float32, O)
             o3 = gl.zeros([QUARTER, ROWS], gl.float32, O)
-            for i in range(lo, hi):
+            for _tile in range(lo, hi):
                 stage = uniform(used % STAGES)
                 p_handover.receive(used)
+                if gl.max(raised.load(ONE), 0) != 0:
+                    alpha = alphas.index(0).load(SliceLayout(0, O))[None, :]
+                    o0 = o0 * alpha
+                    o1 = o1 * alpha
+                    o2 = o2 * alpha
+                    o3 = o3 * alpha
                 values = latent.index(stage)
-                o0 = _add_values(values, 0, p_tile, alphas, i, o0, O)
-                o1 = _add_values(values, 1, p_tile, alphas, i, o1, O)
-                o2 = _add_values(values, 2, p_tile, alphas, i, o2, O)
-                o3 = _add_values(values, 3, p_tile, alphas, i, o3, O)
+                o0 = _add_values(values, 0, p_tile, o0)
+                o1 = _add_values(values, 1, p_tile, o1)
+                o2 = _add_values(values, 2, p_tile, o2)
+                o3 = _add_values(values, 3, p_tile, o3)
                 if PARTS > 1:
                     o0 = warpgroup_mma_wait(3, deps=[o0])
                     _let_go(empty, stage * PARTS + 1)
