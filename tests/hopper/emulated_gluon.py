@@ -942,6 +942,8 @@ def emulated(name):
             "loader",
             "roles",
             "decode_bf16_wide_sm90",
+            "fp8_operands",
+            "decode_fp8_wide_sm90",
         ):
             emulated(part)
     full = f"{PACKAGE}.{name}"

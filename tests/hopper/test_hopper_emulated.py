@@ -97,15 +97,17 @@ WIDE = [
 ]
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
 @pytest.mark.parametrize("case", WIDE, ids=lambda c: c.id)
-def test_bf16_of_64_rows(case):
-    check(case.replace(format="bf16"))
+def test_64_rows(case, fmt):
+    check(case.replace(format=fmt))
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
 @pytest.mark.parametrize("factor", [4, 30])
-def test_references_that_follow_late_and_often(factor):
+def test_references_that_follow_late_and_often(factor, fmt):
     """The scores' spread decides how many tiles have one far above what was seen before."""
-    inputs = make_inputs(DecodeCase((520, 380), num_heads=64))
+    inputs = make_inputs(DecodeCase((520, 380), num_heads=64, format=fmt))
     inputs.q.mul_(factor)
     out, lse = run(inputs)
     want, want_lse = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)

@@ -27,7 +27,9 @@ import torch
 
 from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
+from .decode_fp8_wide_sm90 import scorer, summer
 from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
+from .fp8_operands import byte_pairs_f16, interleave, load_query, ready, round_e4m3, score_part, sum_terms, widen
 from .gluon_names import (
     BlockedLayout,
     DistributedLinearLayout,
@@ -50,6 +52,7 @@ from .launch import HopperLaunch
 from .loader import clear_hidden, clear_rows, loader, prefetch_rows, uniform, warm_up
 from .pages import BLOCK, Pages
 from .reduction import column_of, counter_of, meet, store_columns
+from .roles import handover
 from .schedule import has_work, plan_piece, segment, split_slots
 from .softmax import LOG2E, log2, probabilities, reciprocal, row_limits
 
@@ -72,22 +75,6 @@ def byte_pairs_fp8(warps):
     )
 
 
-@constexpr_function
-def byte_pairs_f16(warps):
-    """[16 keys, 256 byte pairs] by ldmatrix.trans, in the order of a 16-bit A fragment."""
-    bits = warps.bit_length() - 1
-    pairs = [[0, 16 << w] for w in range(4)]
-    return DistributedLinearLayout(
-        [[1, 0], [0, 8], [8, 0]] + pairs[bits:], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], pairs[:bits], [], [16, 256]
-    )
-
-
-@gluon.jit
-def _round_e4m3(x):
-    """x rounded to four significant bits, by integer arithmetic: converting to e4m3 and back is miscompiled by ptxas 12.8 and 12.9."""
-    return ((x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
-
-
 @gluon.jit
 def _fragment_order(x, COLS: gl.constexpr):
     """[64 keys, COLS] -> [COLS, 64], keys from (32 16 8 4 2 1) to the fragment's k order (32 16 4 2 8 1)."""
@@ -107,23 +94,6 @@ def _separate(pairs, A: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def _widen(pairs, A: gl.constexpr):
-    """Byte pairs [16 keys, 256] -> fp16 A operands [256, 16] of the even and of the odd d."""
-    e, o = gl.inline_asm_elementwise(
-        """
-        { .reg .b32 t; .reg .b16 l, h;
-          prmt.b32 t, $2, 0, 0x3120;
-          mov.b32 {l, h}, t;
-          cvt.rn.f16x2.e4m3x2 $0, l;
-          cvt.rn.f16x2.e4m3x2 $1, h; }""",
-        "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
-    e = gl.convert_layout(gl.permute(e, (1, 0)), A, assert_trivial=True)
-    o = gl.convert_layout(gl.permute(o, (1, 0)), A, assert_trivial=True)
-    return e, o
-
-
-@gluon.jit
 def _products(pairs, p_hi, p_lo, A: gl.constexpr, O: gl.constexpr, COLS: gl.constexpr, ROWS: gl.constexpr):
     """V^T P^T of one tile for COLS byte pairs: (even, odd), each [COLS, ROWS], still in flight."""
     e, o = _separate(pairs, A, COLS)
@@ -136,93 +106,6 @@ def _products(pairs, p_hi, p_lo, A: gl.constexpr, O: gl.constexpr, COLS: gl.cons
 
 
 @gluon.jit
-def _row_factor(top):
-    """What takes a row with largest magnitude ``top`` to [128, 256), a power of two, and what takes it back.
-
-    The eight significant bits of a bf16 then split exactly: hi is a multiple of 16 of its last bit, and what is left is at most 8
-    of them, four bits again.
-    """
-    exponent = (gl.maximum(top, 1e-20).to(gl.int32, bitcast=True) >> 23) & 0xFF
-    return ((261 - exponent) << 23).to(gl.float32, bitcast=True), ((exponent - 7) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows,
-                 HEADS: gl.constexpr, HALF: gl.constexpr, R0: gl.constexpr):  # fmt: skip
-    """Query rows R0 .. R0 + 15 of the tile as hi and lo e4m3 terms. The latent and the rope part are scaled apart, since one may be
-    far larger than the other; ``q_scale`` and ``q_scale_rope`` get what undoes it."""
-    L: gl.constexpr = BlockedLayout([1, 16], [1, 32], [gl.num_warps(), 1], [1, 0])
-    LR: gl.constexpr = BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
-    HI: gl.constexpr = R0 // HALF * 2 * HALF + R0 % HALF
-    r = R0 + gl.arange(0, 16, SliceLayout(1, L))
-    at = (q_first + (first_row + r) // HEADS).to(gl.int64) * stride_token + (first_row + r) % HEADS * stride_head
-    d = gl.arange(0, LATENT, SliceLayout(0, L))
-    x = gl.load((q_ptr + at)[:, None] + d[None, :], mask=(r < rows)[:, None], other=0.0).to(gl.float32)
-    rr = R0 + gl.arange(0, 16, SliceLayout(1, LR))
-    at_r = (q_first + (first_row + rr) // HEADS).to(gl.int64) * stride_token + (first_row + rr) % HEADS * stride_head
-    dr = LATENT + gl.arange(0, ROPE, SliceLayout(0, LR))
-    xr = gl.load((q_ptr + at_r)[:, None] + dr[None, :], mask=(rr < rows)[:, None], other=0.0).to(gl.float32)
-    # A row lies in one warp in both layouts, so its largest magnitudes need shuffles only.
-    factor, back = _row_factor(gl.max(gl.abs(x), 1))
-    factor_r, back_r = _row_factor(gl.max(gl.abs(xr), 1))
-    q_scale.slice(R0, 16).store(back)
-    q_scale_rope.slice(R0, 16).store(back_r)
-    x = x * factor[:, None]
-    xr = xr * factor_r[:, None]
-    hi = _round_e4m3(x)
-    hi_r = _round_e4m3(xr)
-    q_latent.slice(HI, 16).store(hi.to(gl.float8e4nv))
-    q_latent.slice(HI + HALF, 16).store((x - hi).to(gl.float8e4nv))
-    q_rope.slice(HI, 16).store(hi_r.to(gl.float8e4nv))
-    q_rope.slice(HI + HALF, 16).store((xr - hi_r).to(gl.float8e4nv))
-
-
-@gluon.jit
-def _load_q(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows,
-            HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
-    """Query rows to shared memory in the order [warpgroup][hi, lo][row of the warpgroup]: a warpgroup finds both terms of its rows."""
-    for r0 in gl.static_range(0, ROWS, 16):
-        _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS // GROUPS, r0)
-
-
-@gluon.jit
-def _interleave(even, odd, ptr_row, ok, first_d):
-    """Store even and odd d of rows side by side: even and odd [M, ROWS] -> ptr_row[row] + first_d + 2 m, 2 m + 1."""
-    x = gl.join(even, odd)
-    L: gl.constexpr = x.type.layout
-    m = gl.arange(0, x.shape[0], SliceLayout(1, SliceLayout(2, L)))
-    side = gl.arange(0, 2, SliceLayout(0, SliceLayout(1, L)))
-    ptr = gl.convert_layout(ptr_row, SliceLayout(0, SliceLayout(2, L)), assert_trivial=True)
-    okc = gl.convert_layout(ok, SliceLayout(0, SliceLayout(2, L)), assert_trivial=True)
-    at = ptr[None, :, None] + (first_d + 2 * m)[:, None, None] + side[None, None, :]
-    gl.store(at, x.to(ptr_row.dtype.element_ty), mask=okc[None, :, None])
-
-
-@gluon.jit
-def _ready(latent, full, used, i, kv_len, STAGES: gl.constexpr, GATHER: gl.constexpr):
-    """Wait for tile i, the block's ``used``-th; returns its stage."""
-    stage = uniform(used % STAGES)
-    mbarrier.wait(full.index(stage), (used // STAGES) & 1)
-    if GATHER:
-        fence_async_shared()  # cp.async writes like an ordinary store
-    elif i * BLOCK + BLOCK > kv_len:
-        clear_rows(latent, stage, kv_len - i * BLOCK, 8)
-    return stage
-
-
-@gluon.jit
-def _score_part(keys, q, S2: gl.constexpr, ROWS: gl.constexpr):
-    return warpgroup_mma(keys, q.permute((1, 0)), gl.zeros([BLOCK, 2 * ROWS], gl.float32, S2), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _sum_terms(both, S: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr):
-    """hi + lo of the scores: both terms of a row lie in the same thread."""
-    hi, lo = gl.split(gl.permute(gl.reshape(both, [BLOCK, GROUPS, 2, ROWS // GROUPS]), (0, 1, 3, 2)))
-    return gl.convert_layout(gl.reshape(hi + lo, [BLOCK, ROWS]), S, assert_trivial=True)
-
-
-@gluon.jit
 def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len,
             S2: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
             PARTS: gl.constexpr):  # fmt: skip
@@ -232,25 +115,25 @@ def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len,
     keeps about 14 bits of a running sum (error of lse, worst case of the tests: 1.6e-3 against 3.1e-3). PARTS 1: one accumulator,
     after the rope part is done, where registers are short.
     """
-    stage = _ready(latent, full, used, i, kv_len, STAGES, GATHER)
+    stage = ready(latent, full, used, i, kv_len, STAGES, GATHER)
     zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 18 descriptors out of vector registers
     k = latent.index(stage)
     q = q_latent.index(zero)
-    r = _score_part(rope.index(stage), q_rope.index(zero), S2, ROWS)
+    r = score_part(rope.index(stage), q_rope.index(zero), S2, ROWS)
     if PARTS == 4:
-        a0 = _score_part(k.slice(0, 128, dim=1), q.slice(0, 128, dim=1), S2, ROWS)
-        a1 = _score_part(k.slice(128, 128, dim=1), q.slice(128, 128, dim=1), S2, ROWS)
-        a2 = _score_part(k.slice(256, 128, dim=1), q.slice(256, 128, dim=1), S2, ROWS)
-        a3 = _score_part(k.slice(384, 128, dim=1), q.slice(384, 128, dim=1), S2, ROWS)
+        a0 = score_part(k.slice(0, 128, dim=1), q.slice(0, 128, dim=1), S2, ROWS)
+        a1 = score_part(k.slice(128, 128, dim=1), q.slice(128, 128, dim=1), S2, ROWS)
+        a2 = score_part(k.slice(256, 128, dim=1), q.slice(256, 128, dim=1), S2, ROWS)
+        a3 = score_part(k.slice(384, 128, dim=1), q.slice(384, 128, dim=1), S2, ROWS)
         r, a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=[r, a0, a1, a2, a3])
         both = (a0 + a1) + (a2 + a3)
-        rot = _sum_terms(r, S, ROWS, GROUPS)
+        rot = sum_terms(r, S, ROWS, GROUPS)
     else:
         r = warpgroup_mma_wait(0, deps=[r])
-        rot = _sum_terms(r, S, ROWS, GROUPS)
-        both = _score_part(k, q, S2, ROWS)
+        rot = sum_terms(r, S, ROWS, GROUPS)
+        both = score_part(k, q, S2, ROWS)
         both = warpgroup_mma_wait(0, deps=[both])
-    return _sum_terms(both, S, ROWS, GROUPS), rot
+    return sum_terms(both, S, ROWS, GROUPS), rot
 
 
 @gluon.jit
@@ -263,14 +146,14 @@ def _values_f16(latent, p_tile, p, alpha, even, odd, used, O: gl.constexpr, A: g
     factor = gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
     even = even * factor
     odd = odd * factor
-    ve, vo = _widen(pairs.slice(0, 16).load(V16), A)
+    ve, vo = widen(pairs.slice(0, 16).load(V16), A)
     for c in gl.static_range(BLOCK // 16):
         pc = p_tile.slice(c * 16, 16)
         even = warpgroup_mma(ve, pc, even, is_async=True)
         odd = warpgroup_mma(vo, pc, odd, is_async=True)
         # the next 16 keys are loaded and widened while these products run
         if c + 1 < BLOCK // 16:
-            ve_next, vo_next = _widen(pairs.slice((c + 1) * 16, 16).load(V16), A)
+            ve_next, vo_next = widen(pairs.slice((c + 1) * 16, 16).load(V16), A)
             even, odd, ve, vo = warpgroup_mma_wait(0, deps=[even, odd, ve, vo])
             ve = ve_next
             vo = vo_next
@@ -311,7 +194,7 @@ def _mathematician(
         first_row = tile * ROWS + gl.minimum(kv_len, 0)
         rows = gl.minimum(q_count * HEADS - first_row, ROWS)
         if rows > 0:
-            _load_q(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS, GROUPS)
+            load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS, GROUPS)
             fence_async_shared()
             if MODE == 0 and not pages.RAGGED_Q and follow < piece.end:
                 prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_first + q_count, first_row, rows, HEADS, ROWS)
@@ -347,7 +230,7 @@ def _mathematician(
                     factor = gl.convert_layout(alpha, SliceLayout(0, O))[None, :]
                     stage = uniform(used % STAGES)
                     pairs = latent.index(stage)._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
-                    hi_p = _round_e4m3(p)
+                    hi_p = round_e4m3(p)
                     p_hi.store(_fragment_order(hi_p.to(gl.float8e4nv), ROWS))
                     p_lo.store(_fragment_order((p - hi_p).to(gl.float8e4nv), ROWS))
                     fence_async_shared()
@@ -400,12 +283,12 @@ def _mathematician(
                 token = (q_first + (first_row + r) // HEADS).to(gl.int64)
                 row_ptr = out_ptr + token * out_stride_token + (first_row + r) % HEADS * out_stride_head
                 if FP8_P:
-                    _interleave(e0 * inv, o0 * inv, row_ptr, r < rows, 0)
-                    _interleave(e1 * inv, o1 * inv, row_ptr, r < rows, 2 * COLS)
-                    _interleave(e2 * inv, o2 * inv, row_ptr, r < rows, 4 * COLS)
-                    _interleave(e3 * inv, o3 * inv, row_ptr, r < rows, 6 * COLS)
+                    interleave(e0 * inv, o0 * inv, row_ptr, r < rows, 0)
+                    interleave(e1 * inv, o1 * inv, row_ptr, r < rows, 2 * COLS)
+                    interleave(e2 * inv, o2 * inv, row_ptr, r < rows, 4 * COLS)
+                    interleave(e3 * inv, o3 * inv, row_ptr, r < rows, 6 * COLS)
                 else:
-                    _interleave(even * inv, odd * inv, row_ptr, r < rows, 0)
+                    interleave(even * inv, odd * inv, row_ptr, r < rows, 0)
                 if WRITE_LSE:
                     token_s = (q_first + (first_row + rs) // HEADS).to(gl.int64)
                     gl.store(lse_ptr + token_s * lse_stride + (first_row + rs) % HEADS, lse2 * LN2, mask=rs < rows)
@@ -461,6 +344,7 @@ def decode_fp8(
     R: gl.constexpr = NVMMASharedLayout(64, 8, 2)
     PANEL: gl.constexpr = NVMMASharedLayout(128, 8, 3)
     ROPE_PANEL: gl.constexpr = NVMMASharedLayout(64, 8, 3)
+    FLAT: gl.constexpr = SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK // BOX
     LOADER_WARPS: gl.constexpr = 4 if GATHER else 1
     FP8_P: gl.constexpr = ROWS == 16
@@ -469,8 +353,8 @@ def decode_fp8(
     rope = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, ROPE], R)
     q_latent = gl.allocate_shared_memory(gl.float8e4nv, [1, 2 * ROWS, LATENT], K)
     q_rope = gl.allocate_shared_memory(gl.float8e4nv, [1, 2 * ROWS, ROPE], R)
-    q_scale = gl.allocate_shared_memory(gl.float32, [ROWS], SwizzledSharedLayout(1, 1, 1, [0]))
-    q_scale_rope = gl.allocate_shared_memory(gl.float32, [ROWS], SwizzledSharedLayout(1, 1, 1, [0]))
+    q_scale = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    q_scale_rope = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     if FP8_P:
         p_hi = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, BLOCK], R)
         p_lo = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, BLOCK], R)
@@ -487,6 +371,15 @@ def decode_fp8(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), 32 * LOADER_WARPS if GATHER else 1)
         mbarrier.init(empty.index(s), 1)
+    if ROWS == 64:
+        alphas = gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT)
+        raised = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+        votes = gl.allocate_shared_memory(gl.int32, [32, 4], SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        closing = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+        q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(q_ready, 1)
+        p_handover = handover()
+        end_handover = handover()
     fence_async_shared()
 
     if GATHER:
@@ -509,19 +402,38 @@ def decode_fp8(
     kv_scale = gl.load(kv_scale_ptr)
     piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     thread_barrier()
-    gl.warp_specialize(
-        [
-            (_mathematician, (
-                q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
-                pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
-                HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
-            (loader, (
-                desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
-        ],
-        [LOADER_WARPS], [(72 if num_warps == 4 else 56) if GATHER else 40],
-    )  # fmt: skip
+    if ROWS == 64:
+        gl.warp_specialize(
+            [
+                (summer, (
+                    q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_ready,
+                    out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
+                    latent, p_hi, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
+                    HEADS, ROWS, STAGES, MODE, WRITE_LSE)),
+                (scorer, (
+                    q_ptr, q_stride_token, q_stride_head, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, alphas, raised, p_handover, votes,
+                    closing, end_handover, q_ready, full, pages, piece, tile, sm_scale, logit_cap,
+                    HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP)),
+                (loader, (
+                    desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
+                    HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
+            ],
+            [4, LOADER_WARPS], [152, 56 if GATHER else 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_mathematician, (
+                    q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
+                    part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
+                    pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
+                    HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
+                (loader, (
+                    desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
+                    HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
+            ],
+            [LOADER_WARPS], [(72 if num_warps == 4 else 56) if GATHER else 40],
+        )  # fmt: skip
 
 
 _PANEL = NVMMASharedLayout(128, 8, 3)

@@ -16,7 +16,7 @@ import torch
 
 from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
-from .decode_fp8_sm90 import _interleave, _round_e4m3, _row_factor, _score_part, _sum_terms, _widen
+from .fp8_operands import interleave, round_e4m3, row_factor, score_part, sum_terms, widen
 from .decode_mxfp4_sm90 import power_factor, weights
 from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
 from .gluon_names import (
@@ -157,10 +157,10 @@ def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_
     at_r = (q_first + (first_row + rr) // HEADS).to(gl.int64) * stride_token + (first_row + rr) % HEADS * stride_head
     dr = LATENT + gl.arange(0, ROPE, SliceLayout(0, LR))
     y = gl.load((q_ptr + at_r)[:, None] + dr[None, :], mask=(rr < rows)[:, None], other=0.0).to(gl.float32)
-    factor, back = _row_factor(gl.max(gl.abs(x), 1))
+    factor, back = row_factor(gl.max(gl.abs(x), 1))
     q_scale.slice(R0, 16).store(back)
     x = x * factor[:, None]
-    hi = _round_e4m3(x)
+    hi = round_e4m3(x)
     q_latent.slice(R0, 16).store(hi.to(gl.float8e4nv))
     q_latent.slice(R0 + ROWS, 16).store((x - hi).to(gl.float8e4nv))
     hi_r = y.to(gl.bfloat16)
@@ -203,20 +203,20 @@ def _scores(latent, rope, q_latent, q_rope, stage, s0, s1, s2, s3, row_scale, sc
     k = latent.index(stage)
     q = q_latent.index(zero)
     r = warpgroup_mma(rope.index(stage), q_rope.index(zero).permute((1, 0)), gl.zeros([BLOCK, 2 * ROWS], gl.float32, SR), use_acc=False, is_async=True)
-    a = _score_part(k.slice(0, 128, dim=1), q.slice(0, 128, dim=1), S2, ROWS)
+    a = score_part(k.slice(0, 128, dim=1), q.slice(0, 128, dim=1), S2, ROWS)
     r = warpgroup_mma_wait(1, deps=[r])
-    x = _sum_terms(r, S, ROWS, 1) * scale
-    b = _score_part(k.slice(128, 128, dim=1), q.slice(128, 128, dim=1), S2, ROWS)
+    x = sum_terms(r, S, ROWS, 1) * scale
+    b = score_part(k.slice(128, 128, dim=1), q.slice(128, 128, dim=1), S2, ROWS)
     a = warpgroup_mma_wait(1, deps=[a])
-    lat = _sum_terms(a, S, ROWS, 1) * s0[:, None]
-    a = _score_part(k.slice(256, 128, dim=1), q.slice(256, 128, dim=1), S2, ROWS)
+    lat = sum_terms(a, S, ROWS, 1) * s0[:, None]
+    a = score_part(k.slice(256, 128, dim=1), q.slice(256, 128, dim=1), S2, ROWS)
     b = warpgroup_mma_wait(1, deps=[b])
-    lat += _sum_terms(b, S, ROWS, 1) * s1[:, None]
-    b = _score_part(k.slice(384, 128, dim=1), q.slice(384, 128, dim=1), S2, ROWS)
+    lat += sum_terms(b, S, ROWS, 1) * s1[:, None]
+    b = score_part(k.slice(384, 128, dim=1), q.slice(384, 128, dim=1), S2, ROWS)
     a = warpgroup_mma_wait(1, deps=[a])
-    lat += _sum_terms(a, S, ROWS, 1) * s2[:, None]
+    lat += sum_terms(a, S, ROWS, 1) * s2[:, None]
     b = warpgroup_mma_wait(0, deps=[b])
-    lat += _sum_terms(b, S, ROWS, 1) * s3[:, None]
+    lat += sum_terms(b, S, ROWS, 1) * s3[:, None]
     return x + lat * row_scale[None, :]
 
 
@@ -229,7 +229,7 @@ def _store_weights(p, s, undo, tile):
 @gluon.jit
 def _pair(pairs, K: gl.constexpr, T: gl.constexpr, A: gl.constexpr):
     """fp16 A operands of the even and odd values of panel T, keys 16 K on."""
-    return _widen(pairs.slice(K * 16, 16).slice(T * 64, 64, dim=1).load(_PAIRS), A)
+    return widen(pairs.slice(K * 16, 16).slice(T * 64, 64, dim=1).load(_PAIRS), A)
 
 
 @gluon.jit
@@ -366,10 +366,10 @@ def _mathematician(
             if splits == 1:
                 token = (q_first + (first_row + r) // HEADS).to(gl.int64)
                 row_ptr = out_ptr + token * out_stride_token + (first_row + r) % HEADS * out_stride_head
-                _interleave(e0, o0, row_ptr, r < rows, 0)
-                _interleave(e1, o1, row_ptr, r < rows, 128)
-                _interleave(e2, o2, row_ptr, r < rows, 256)
-                _interleave(e3, o3, row_ptr, r < rows, 384)
+                interleave(e0, o0, row_ptr, r < rows, 0)
+                interleave(e1, o1, row_ptr, r < rows, 128)
+                interleave(e2, o2, row_ptr, r < rows, 256)
+                interleave(e3, o3, row_ptr, r < rows, 384)
                 if WRITE_LSE:
                     token_s = (q_first + (first_row + rs) // HEADS).to(gl.int64)
                     gl.store(lse_ptr + token_s * lse_stride + (first_row + rs) % HEADS, lse2 * LN2, mask=rs < rows)

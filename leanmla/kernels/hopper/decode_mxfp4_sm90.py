@@ -34,7 +34,7 @@ import torch
 from ...errors import InvalidArgument
 from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
-from .decode_fp8_sm90 import _round_e4m3, _row_factor, _score_part, _sum_terms
+from .fp8_operands import round_e4m3, row_factor, score_part, sum_terms
 from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
 from .gluon_names import (
     BlockedLayout,
@@ -299,7 +299,7 @@ def _load_q_part(q_ptr, stride_token, stride_head, q_first, first_row, rows, d, 
 @gluon.jit
 def _put_terms(x, q, FIRST: gl.constexpr, WIDTH: gl.constexpr, HI: gl.constexpr, HALF: gl.constexpr):
     """hi and lo e4m3 terms of x [16, WIDTH] to columns FIRST on."""
-    hi = _round_e4m3(x)
+    hi = round_e4m3(x)
     q.slice(HI, 16).slice(FIRST, WIDTH, dim=1).store(hi.to(gl.float8e4nv))
     q.slice(HI + HALF, 16).slice(FIRST, WIDTH, dim=1).store((x - hi).to(gl.float8e4nv))
 
@@ -319,8 +319,8 @@ def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_
     y = _load_q_part(q_ptr, stride_token, stride_head, q_first, first_row, rows, d + 4, HEADS, R0, L)
     z = _load_q_part(q_ptr, stride_token, stride_head, q_first, first_row, rows, dr, HEADS, R0, LR)
     # A row lies in one warp in both layouts, so its largest magnitudes need shuffles only.
-    factor, back = _row_factor(gl.max(gl.maximum(gl.abs(x), gl.abs(y)), 1))
-    factor_r, back_r = _row_factor(gl.max(gl.abs(z), 1))
+    factor, back = row_factor(gl.max(gl.maximum(gl.abs(x), gl.abs(y)), 1))
+    factor_r, back_r = row_factor(gl.max(gl.abs(z), 1))
     q_scale.slice(R0, 16).store(back)
     q_scale_rope.slice(R0, 16).store(back_r)
     _put_terms(x * factor[:, None], q_latent, 0, LATENT // 2, HI, HALF)
@@ -371,32 +371,32 @@ def _scores(keys, rope, q_latent, q_rope, top, top_rope, full, used, row_scale, 
     zero = uniform(gl.minimum(used, 0))  # used >= 0: keeps the query's descriptors out of vector registers
     k = keys.index(stage)._reinterpret(gl.float8e5, [BLOCK, LATENT], K)
     q = q_latent.index(zero)
-    r = _score_part(rope.index(stage)._reinterpret(gl.float8e5, [BLOCK, ROPE], R), q_rope.index(zero), S2, ROWS)
+    r = score_part(rope.index(stage)._reinterpret(gl.float8e5, [BLOCK, ROPE], R), q_rope.index(zero), S2, ROWS)
     WIDTH: gl.constexpr = LATENT // PARTS
-    a = _score_part(k.slice(0, WIDTH, dim=1), q.slice(0, WIDTH, dim=1), S2, ROWS)
+    a = score_part(k.slice(0, WIDTH, dim=1), q.slice(0, WIDTH, dim=1), S2, ROWS)
     if PARTS > 1:
-        b = _score_part(k.slice(WIDTH, WIDTH, dim=1), q.slice(WIDTH, WIDTH, dim=1), S2, ROWS)
+        b = score_part(k.slice(WIDTH, WIDTH, dim=1), q.slice(WIDTH, WIDTH, dim=1), S2, ROWS)
     e = top.index(stage).load(SliceLayout(1, S))
     er = top_rope.index(stage).load(SliceLayout(1, S))
     factor = _power_of_two(e)
     rope_factor = _power_of_two(er)
     if PARTS > 1:
         r, a = warpgroup_mma_wait(1, deps=[r, a])
-        rot = _sum_terms(r, S, ROWS, GROUPS)
-        lat = _sum_terms(a, S, ROWS, GROUPS)
+        rot = sum_terms(r, S, ROWS, GROUPS)
+        lat = sum_terms(a, S, ROWS, GROUPS)
         for at in gl.static_range(2 * WIDTH, LATENT, 2 * WIDTH):
-            a = _score_part(k.slice(at, WIDTH, dim=1), q.slice(at, WIDTH, dim=1), S2, ROWS)
+            a = score_part(k.slice(at, WIDTH, dim=1), q.slice(at, WIDTH, dim=1), S2, ROWS)
             b = warpgroup_mma_wait(1, deps=[b])
-            lat += _sum_terms(b, S, ROWS, GROUPS)
-            b = _score_part(k.slice(at + WIDTH, WIDTH, dim=1), q.slice(at + WIDTH, WIDTH, dim=1), S2, ROWS)
+            lat += sum_terms(b, S, ROWS, GROUPS)
+            b = score_part(k.slice(at + WIDTH, WIDTH, dim=1), q.slice(at + WIDTH, WIDTH, dim=1), S2, ROWS)
             a = warpgroup_mma_wait(1, deps=[a])
-            lat += _sum_terms(a, S, ROWS, GROUPS)
+            lat += sum_terms(a, S, ROWS, GROUPS)
         b = warpgroup_mma_wait(0, deps=[b])
-        lat += _sum_terms(b, S, ROWS, GROUPS)
+        lat += sum_terms(b, S, ROWS, GROUPS)
     else:
         r, a = warpgroup_mma_wait(0, deps=[r, a])
-        rot = _sum_terms(r, S, ROWS, GROUPS)
-        lat = _sum_terms(a, S, ROWS, GROUPS)
+        rot = sum_terms(r, S, ROWS, GROUPS)
+        lat = sum_terms(a, S, ROWS, GROUPS)
     x = lat * factor[:, None] * row_scale[None, :] + rot * rope_factor[:, None] * rope_scale[None, :]
     return x, e
 
@@ -421,7 +421,7 @@ def weights(x, e, c, m, den, i, limit, shared_keys, logit_cap, S: gl.constexpr, 
 
 
 @gluon.jit
-def _widen(pairs, A: gl.constexpr):
+def widen(pairs, A: gl.constexpr):
     """Byte pairs [16 keys, 128] -> fp16 A operands [128, 16] of the even and of the odd bytes. e5m2 is the upper half of fp16."""
     e, o = gl.inline_asm_elementwise(
         "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
@@ -507,7 +507,7 @@ def _mathematician(
                 stage = uniform(used % STAGES)
                 pairs = keys.index(stage)._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
                 # while the products of one half of the tile's columns run, the other half is loaded and widened
-                ve, vo = _widen(pairs.slice(0, 16).slice(0, 128, dim=1).load(V), A)
+                ve, vo = widen(pairs.slice(0, 16).slice(0, 128, dim=1).load(V), A)
                 we, wo = ve, vo
                 for k in gl.static_range(BLOCK // 16):
                     pk = p_tile.slice(k * 16, 16)
@@ -515,12 +515,12 @@ def _mathematician(
                     odd_a = warpgroup_mma(vo, pk, odd_a, is_async=True)
                     if k > 0:
                         even_b, odd_b, we, wo = warpgroup_mma_wait(2, deps=[even_b, odd_b, we, wo])
-                    we, wo = _widen(pairs.slice(k * 16, 16).slice(128, 128, dim=1).load(V), A)
+                    we, wo = widen(pairs.slice(k * 16, 16).slice(128, 128, dim=1).load(V), A)
                     even_b = warpgroup_mma(we, pk, even_b, is_async=True)
                     odd_b = warpgroup_mma(wo, pk, odd_b, is_async=True)
                     even_a, odd_a, ve, vo = warpgroup_mma_wait(2, deps=[even_a, odd_a, ve, vo])
                     if k + 1 < BLOCK // 16:
-                        ve, vo = _widen(pairs.slice(k * 16 + 16, 16).slice(0, 128, dim=1).load(V), A)
+                        ve, vo = widen(pairs.slice(k * 16 + 16, 16).slice(0, 128, dim=1).load(V), A)
                 # the values of this tile are all in registers now
                 thread_barrier()
                 mbarrier.arrive(empty.index(stage), count=1)

@@ -1,0 +1,272 @@
+"""The roles of ``decode_fp8_sm90`` for 64 query rows: the scores of one tile are worked out while the values of the one before are summed.
+
+    loader (1 or 4 warps) | scorer (1 warpgroup)            | summer (2 warpgroups, 128 of the 256 pairs of values each)
+    ----------------------+---------------------------------+-----------------------------------------------------------
+    tile i+3:             | wait full[s]                    | wait for P^T; O^T = alpha O^T where it must
+    wait empty[s]         | S^T = K [hi | lo]^T             | 16 keys at a time: byte pairs to registers, to fp16,
+    and fetch             | weights; wait until P is free   | O^T += V^T P^T
+                          | P^T (and alpha) to shared memory| arrive empty[s] once the last are in registers; P is free
+
+As in ``decode_bf16_wide_sm90`` weights are 2^(score - reference), and references follow, for all rows at once, only when some score
+lies more than LEEWAY above its row's. Here P is fp16: a reference is put HEADROOM below the largest score, so that weights reach
+from 2^LEEWAY = 2^15, within fp16, down to the 2^-14 where fp16 begins to lose bits: 2^21 below the largest at the least.
+
+Every tile takes the tensor cores 18 x 64 cycles for the scores (n = 128: both terms of 64 rows) and 32 x 32 for the values;
+36864 bytes take about 2000 at an SM's share of the memory.
+
+Registers: O^T is 128 a thread of the summer, values of 16 keys in fp16 16, their bytes 8; of the scorer S^T in two terms is 64, the
+rope part's scores 32, references and denominators (sums of key pairs) 16 each. The factors of the rows are read anew every tile.
+"""
+
+from .decode_bf16_wide_sm90 import NOTHING, pairs_layout
+from .dependent_launch import let_kernel_after_begin
+from .fp8_operands import byte_pairs_f16, interleave, load_query, ready, score_part, sum_terms, widen
+from .gluon_names import (
+    BlockedLayout,
+    DotOperandLayout,
+    NVMMADistributedLayout,
+    NVMMASharedLayout,
+    SliceLayout,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .loader import clear_hidden, prefetch_rows, uniform
+from .pages import BLOCK
+from .reduction import column_of, counter_of, meet, store_columns
+from .schedule import has_work, segment, split_slots
+from .softmax import LOG2E, log2, reciprocal, row_limits, visible_scores
+
+__all__ = ["scorer", "summer"]
+
+LATENT = gl.constexpr(512)
+LN2 = gl.constexpr(0.6931471805599453)
+#: How far, in powers of two, the largest score lies above a reference that has just followed, ...
+HEADROOM = gl.constexpr(7.0)
+#: ... and how far one may lie above the reference of its row before the references follow.
+LEEWAY = gl.constexpr(15.0)
+
+
+@gluon.jit
+def _scores(latent, rope, q_latent, q_rope, row_scale, rope_scale, stage, zero, scale, S: gl.constexpr, S2: gl.constexpr, ROWS: gl.constexpr):
+    """Base-2 scores S^T = K Q^T of a tile that has arrived: rope and latent part apart, as they are scaled differently."""
+    r = score_part(rope.index(stage), q_rope.index(zero), S2, ROWS)
+    rope_factor = rope_scale.load(SliceLayout(0, S)) * scale
+    r = warpgroup_mma_wait(0, deps=[r])
+    rotated = sum_terms(r, S, ROWS, 1) * rope_factor[None, :]
+    both = score_part(latent.index(stage), q_latent.index(zero), S2, ROWS)
+    both = warpgroup_mma_wait(0, deps=[both])
+    return sum_terms(both, S, ROWS, 1) * (row_scale.load(SliceLayout(0, S)) * scale)[None, :] + rotated
+
+
+@gluon.jit
+def _pair_sums(p, PAIRS: gl.constexpr):
+    """Sums of the two keys that a thread holds of a row: half as many registers as the keys."""
+    ROWS: gl.constexpr = p.shape[1]
+    a, b = gl.split(gl.permute(gl.reshape(p, [BLOCK // 16, 2, 8, ROWS]), (0, 2, 3, 1)))
+    return gl.convert_layout(gl.reshape(a + b, [BLOCK // 2, ROWS]), PAIRS, assert_trivial=True)
+
+
+@gluon.jit
+def _any_above(x, votes):
+    """Whether x exceeds LEEWAY anywhere in a tile of scores' layout: not 0 for all threads, which meet here."""
+    COLUMNS: gl.constexpr = x.shape[1] // 8
+    ALL: gl.constexpr = BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    # [warp, key pair, lane, columns, lane, column pair]: what a thread holds, without its neighbours
+    most = gl.max(gl.max(gl.max(gl.reshape(x, [4, 2, 8, COLUMNS, 4, 2]), 5), 3), 1)
+    vote = gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.reshape((most > LEEWAY).to(gl.int32), [4, 32])], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    votes.store(gl.permute(vote, (1, 0)))
+    thread_barrier()
+    return gl.max(gl.reshape(votes.slice(0, 1).load(ALL), [4]), 0)
+
+
+@gluon.jit
+def scorer(
+    q_ptr, q_stride_token, q_stride_head, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_tile, alphas, raised, p_handover, votes,
+    closing, end_handover, q_ready, full, pages, piece, tile, sm_scale, logit_cap,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr,
+):  # fmt: skip
+    """Probabilities of every tile, and what they sum up to at the end of every segment."""
+    S2: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 2 * ROWS, 32])
+    S: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 32])
+    PAIRS: gl.constexpr = pairs_layout(ROWS)
+    ONE: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
+    scale = sm_scale * LOG2E * kv_scale
+    b = piece.b
+    at = piece.start
+    base = piece.base
+    more = has_work(piece, MODE)
+    used = 0
+    ended = 0
+    while more:
+        kv_len, _, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
+        q_first, q_count = pages.query(b)
+        # kv_len is never negative: the term keeps offsets of rows from being worked out once, before the loop, and spilled.
+        first_row = tile * ROWS + gl.minimum(kv_len, 0)
+        rows = gl.minimum(q_count * HEADS - first_row, ROWS)
+        if rows > 0:
+            if b == piece.b:
+                mbarrier.wait(q_ready, 0)
+            else:
+                load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS, 1)
+                fence_async_shared()
+            if MODE == 0 and not pages.RAGGED_Q and follow < piece.end:
+                prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_first + q_count, first_row, rows, HEADS, ROWS)
+            # keys that every row of the tile sees
+            shared_keys = kv_len
+            if CAUSAL:
+                shared_keys = gl.minimum(kv_len, kv_len - q_count + 1 + first_row // HEADS)
+            ref = gl.full([ROWS], NOTHING, gl.float32, SliceLayout(0, S))
+            den = gl.zeros([BLOCK // 2, ROWS], gl.float32, PAIRS)
+            for i in range(lo, hi):
+                stage = ready(latent, full, used, i, kv_len, STAGES, GATHER)
+                zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 18 descriptors out of vector registers
+                x = _scores(latent, rope, q_latent, q_rope, q_scale, q_scale_rope, stage, zero, scale, S, S2, ROWS)
+                # i is never negative: limits are worked out where the tile needs them, not kept
+                limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len + gl.minimum(i, 0), CAUSAL)
+                x = visible_scores(x, i, limit, shared_keys, logit_cap, S, HAS_CAP)
+                above = x - ref[None, :]
+                p = gl.exp2(above)
+                above_leeway = _any_above(above, votes)
+                p_handover.wait_for_room(used)
+                if above_leeway != 0:
+                    new = gl.maximum(ref, gl.max(x, 0) - HEADROOM)
+                    alpha = gl.exp2(ref - new)
+                    alphas.index(0).store(alpha)
+                    den = den * gl.convert_layout(alpha, SliceLayout(0, PAIRS), assert_trivial=True)[None, :]
+                    p = gl.exp2(x - new[None, :])
+                    ref = new
+                if CAUSAL and i * BLOCK + BLOCK > shared_keys:
+                    clear_hidden(latent, used % STAGES, shared_keys - i * BLOCK, kv_len - i * BLOCK, STAGES, 8)
+                p_tile.store(p.to(gl.float16))
+                raised.store(gl.full([1], above_leeway, gl.int32, ONE))
+                fence_async_shared()
+                p_handover.give()
+                den = den + _pair_sums(p, PAIRS)
+                used += 1
+
+            total = gl.convert_layout(gl.sum(den, 0), SliceLayout(0, S), assert_trivial=True)
+            none = total == 0.0
+            end_handover.wait_for_room(ended)
+            closing.index(0).store(gl.where(none, 0.0, kv_scale * reciprocal(total)))
+            closing.index(1).store(gl.where(none, float("-inf"), ref + log2(total)))
+            end_handover.give()
+            ended += 1
+        base = follow
+        at = follow
+        b += 1
+        more = (follow < piece.end) & (MODE == 0)
+
+
+@gluon.jit
+def _add_values(pairs, p_tile, even, odd, empty, A: gl.constexpr, V: gl.constexpr):
+    """O^T += V^T P^T of a tile, 16 keys at a time; the next are loaded and widened while products run, and the stage is let go once
+    the last bytes are in registers. The last products are still in flight."""
+    ve, vo = widen(pairs.slice(0, 16).load(V), A)
+    for c in gl.static_range(BLOCK // 16):
+        p = p_tile.slice(c * 16, 16)
+        even = warpgroup_mma(ve, p, even, is_async=True)
+        odd = warpgroup_mma(vo, p, odd, is_async=True)
+        if c + 1 < BLOCK // 16:
+            later = pairs.slice((c + 1) * 16, 16).load(V)
+            if c + 2 == BLOCK // 16:
+                thread_barrier()
+                mbarrier.arrive(empty, count=1)
+            ve_next, vo_next = widen(later, A)
+            even, odd, ve, vo = warpgroup_mma_wait(0, deps=[even, odd, ve, vo])
+            ve = ve_next
+            vo = vo_next
+    return even, odd
+
+
+@gluon.jit
+def summer(
+    q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_ready,
+    out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
+    latent, p_tile, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
+):  # fmt: skip
+    """The query of the first segment; weighted sums of the values, and the way out, segment after segment."""
+    O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    A: gl.constexpr = DotOperandLayout(0, O, 2)
+    V: gl.constexpr = byte_pairs_f16(gl.num_warps())
+    PAIRS: gl.constexpr = NVMMASharedLayout(128, 16, 2)
+    ONE: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
+    b = piece.b
+    at = piece.start
+    base = piece.base
+    more = has_work(piece, MODE)
+    if more:
+        # These warps have nothing else to do yet and are twice as many as the scorer's.
+        first_token, tokens = pages.query(b)
+        asked = gl.minimum(tokens * HEADS - tile * ROWS, ROWS)
+        if asked > 0:
+            load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, first_token, tile * ROWS, asked, HEADS, ROWS, 1)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(q_ready, count=1)
+    used = 0
+    ended = 0
+    while more:
+        kv_len, _, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
+        q_first, q_count = pages.query(b)
+        # kv_len is never negative: the term keeps offsets of rows from being worked out once, before the loop, and spilled.
+        first_row = tile * ROWS + gl.minimum(kv_len, 0)
+        rows = gl.minimum(q_count * HEADS - first_row, ROWS)
+        if rows > 0:
+            even = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
+            odd = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
+            for _tile in range(lo, hi):
+                stage = uniform(used % STAGES)
+                p_handover.receive(used)
+                if gl.max(raised.load(ONE), 0) != 0:
+                    alpha = alphas.index(0).load(SliceLayout(0, O))[None, :]
+                    even = even * alpha
+                    odd = odd * alpha
+                pairs = latent.index(stage)._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
+                even, odd = _add_values(pairs, p_tile, even, odd, empty.index(stage), A, V)
+                even, odd = warpgroup_mma_wait(0, deps=[even, odd])
+                thread_barrier()
+                p_handover.give_back()
+                used += 1
+
+            if (follow >= piece.end) | (MODE != 0):
+                let_kernel_after_begin()
+            end_handover.receive(ended)
+            inv = closing.index(0).load(SliceLayout(0, O))[None, :]
+            even = even * inv
+            odd = odd * inv
+            lse2 = closing.index(1).load(SliceLayout(0, O))
+            thread_barrier()
+            end_handover.give_back()
+            ended += 1
+            r = gl.arange(0, ROWS, SliceLayout(0, O))
+            splits, rank, stay, first_slot, next_slot, slot_step = split_slots(piece, b, base, kv_len, workers, tile, tiles, MODE)
+            if splits == 1:
+                token = (q_first + (first_row + r) // HEADS).to(gl.int64)
+                row_ptr = out_ptr + token * out_stride_token + (first_row + r) % HEADS * out_stride_head
+                interleave(even, odd, row_ptr, r < rows, 0)
+                if WRITE_LSE:
+                    gl.store(lse_ptr + token * lse_stride + (first_row + r) % HEADS, lse2 * LN2, mask=r < rows)
+            else:
+                slot = gl.where(rank == 0, first_slot, next_slot + (rank - 1) * slot_step).to(gl.int64) * ROWS
+                d = 2 * gl.arange(0, LATENT // 2, SliceLayout(1, O))
+                store_columns(part_out_ptr + slot * LATENT, even, d, LATENT // 2, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, odd, d + 1, LATENT // 2, ROWS)
+                gl.store(part_lse_ptr + slot + column_of(r), lse2)
+                # a launch that may not wait has nobody who stays
+                waits = may_wait & (follow >= piece.end).to(gl.int32)
+                stay = stay * may_wait
+                meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
+                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+        base = follow
+        at = follow
+        b += 1
+        more = (follow < piece.end) & (MODE == 0)
