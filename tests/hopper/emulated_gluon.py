@@ -764,6 +764,12 @@ ASM = {
         "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;": _separate,
         """{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;
         cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }""": _widen_e4m3,
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $1, 0, 0x4420; mov.b32 {l, h}, t; cvt.rn.f16x2.e4m3x2 $0, l; }": lambda x: (
+            _widen_e4m3(x)[0]
+        ),
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $1, 0, 0x4431; mov.b32 {l, h}, t; cvt.rn.f16x2.e4m3x2 $0, l; }": lambda x: (
+            _widen_e4m3(x)[1]
+        ),
         "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;": _widen_e5m2,
         """{ .reg .b32 s, u, t, a, b; and.b32 s, $2, 0x77777777; shr.u32 u, s, 16; prmt.b32 a, $3, $4, s; prmt.b32 b, $3, $4, u;
         shl.b32 t, $2, 4; prmt.b32 s, t, $2, 0x5140; prmt.b32 u, t, $2, 0x7362;

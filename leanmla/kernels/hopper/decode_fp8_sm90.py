@@ -177,7 +177,7 @@ def _mathematician(
     PAIRS: gl.constexpr = NVMMASharedLayout(128, 16, 2)
     COLS: gl.constexpr = 16 * NUM_WARPS  # byte pairs a product
     V8: gl.constexpr = byte_pairs_fp8(NUM_WARPS)
-    V16: gl.constexpr = byte_pairs_f16(NUM_WARPS)
+    V16: gl.constexpr = byte_pairs_f16(NUM_WARPS, LATENT // 2)
     PARTS: gl.constexpr = 4 if ROWS == 16 else 1
     # exp2 of scores is scaled so that its e4m3 terms keep small weights
     P_SHIFT: gl.constexpr = 8.0 if FP8_P else 0.0
@@ -418,7 +418,7 @@ def decode_fp8(
                     desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                     HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
             ],
-            [4, LOADER_WARPS], [152, 56 if GATHER else 40],
+            [4, LOADER_WARPS], [120, 56 if GATHER else 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -20,7 +20,7 @@ rope part's scores 32, references and denominators (sums of key pairs) 16 each. 
 
 from .decode_bf16_wide_sm90 import NOTHING, pairs_layout
 from .dependent_launch import let_kernel_after_begin
-from .fp8_operands import byte_pairs_f16, interleave, load_query, ready, score_part, sum_terms, widen
+from .fp8_operands import byte_pairs_f16, interleave, load_query, ready
 from .gluon_names import (
     BlockedLayout,
     DotOperandLayout,
@@ -44,6 +44,10 @@ from .softmax import LOG2E, log2, reciprocal, row_limits, visible_scores
 __all__ = ["scorer", "summer"]
 
 LATENT = gl.constexpr(512)
+#: Byte pairs that are multiplied at a time by the summer: one product a warpgroup.
+HALF = gl.constexpr(128)
+#: Products of a warpgroup that may still run when the next one is made ready.
+IN_FLIGHT = gl.constexpr(2)
 LN2 = gl.constexpr(0.6931471805599453)
 #: How far, in powers of two, the largest score lies above a reference that has just followed, ...
 HEADROOM = gl.constexpr(7.0)
@@ -52,15 +56,21 @@ LEEWAY = gl.constexpr(15.0)
 
 
 @gluon.jit
-def _scores(latent, rope, q_latent, q_rope, row_scale, rope_scale, stage, zero, scale, S: gl.constexpr, S2: gl.constexpr, ROWS: gl.constexpr):
+def _products(keys, q, S: gl.constexpr, ROWS: gl.constexpr):
+    """Start K (lo + hi)^T: the sum of the small terms first, since fp8 wgmma loses bits of the largest running sum."""
+    x = gl.zeros([BLOCK, ROWS], gl.float32, S)
+    x = warpgroup_mma(keys, q.slice(ROWS, ROWS).permute((1, 0)), x, use_acc=False, is_async=True)
+    return warpgroup_mma(keys, q.slice(0, ROWS).permute((1, 0)), x, is_async=True)
+
+
+@gluon.jit
+def _scores(latent, rope, q_latent, q_rope, row_scale, rope_scale, stage, zero, scale, S: gl.constexpr, ROWS: gl.constexpr):
     """Base-2 scores S^T = K Q^T of a tile that has arrived: rope and latent part apart, as they are scaled differently."""
-    r = score_part(rope.index(stage), q_rope.index(zero), S2, ROWS)
-    rope_factor = rope_scale.load(SliceLayout(0, S)) * scale
-    r = warpgroup_mma_wait(0, deps=[r])
-    rotated = sum_terms(r, S, ROWS, 1) * rope_factor[None, :]
-    both = score_part(latent.index(stage), q_latent.index(zero), S2, ROWS)
-    both = warpgroup_mma_wait(0, deps=[both])
-    return sum_terms(both, S, ROWS, 1) * (row_scale.load(SliceLayout(0, S)) * scale)[None, :] + rotated
+    r = _products(rope.index(stage), q_rope.index(zero), S, ROWS)
+    x = _products(latent.index(stage), q_latent.index(zero), S, ROWS)
+    r, x = warpgroup_mma_wait(0, deps=[r, x])
+    r = r * (rope_scale.load(SliceLayout(0, S)) * scale)[None, :]
+    return x * (row_scale.load(SliceLayout(0, S)) * scale)[None, :] + r
 
 
 @gluon.jit
@@ -93,7 +103,6 @@ def scorer(
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr,
 ):  # fmt: skip
     """Probabilities of every tile, and what they sum up to at the end of every segment."""
-    S2: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 2 * ROWS, 32])
     S: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 32])
     PAIRS: gl.constexpr = pairs_layout(ROWS)
     ONE: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -127,7 +136,7 @@ def scorer(
             for i in range(lo, hi):
                 stage = ready(latent, full, used, i, kv_len, STAGES, GATHER)
                 zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 18 descriptors out of vector registers
-                x = _scores(latent, rope, q_latent, q_rope, q_scale, q_scale_rope, stage, zero, scale, S, S2, ROWS)
+                x = _scores(latent, rope, q_latent, q_rope, q_scale, q_scale_rope, stage, zero, scale, S, ROWS)
                 # i is never negative: limits are worked out where the tile needs them, not kept
                 limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len + gl.minimum(i, 0), CAUSAL)
                 x = visible_scores(x, i, limit, shared_keys, logit_cap, S, HAS_CAP)
@@ -165,24 +174,52 @@ def scorer(
 
 
 @gluon.jit
-def _add_values(pairs, p_tile, even, odd, empty, A: gl.constexpr, V: gl.constexpr):
-    """O^T += V^T P^T of a tile, 16 keys at a time; the next are loaded and widened while products run, and the stage is let go once
-    the last bytes are in registers. The last products are still in flight."""
-    ve, vo = widen(pairs.slice(0, 16).load(V), A)
+def _even_values(pairs, A: gl.constexpr):
+    """Byte pairs [16 keys, 256] -> fp16 A operand [256, 16] of the even d."""
+    e = gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $1, 0, 0x4420; mov.b32 {l, h}, t; cvt.rn.f16x2.e4m3x2 $0, l; }",
+        "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+    return gl.convert_layout(gl.permute(e, (1, 0)), A, assert_trivial=True)
+
+
+@gluon.jit
+def _odd_values(pairs, A: gl.constexpr):
+    """Byte pairs [16 keys, 256] -> fp16 A operand [256, 16] of the odd d."""
+    o = gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $1, 0, 0x4431; mov.b32 {l, h}, t; cvt.rn.f16x2.e4m3x2 $0, l; }",
+        "=r,r", [pairs], dtype=gl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+    return gl.convert_layout(gl.permute(o, (1, 0)), A, assert_trivial=True)
+
+
+@gluon.jit
+def _add_values(pairs, p_tile, e0, o0, e1, o1, empty, A: gl.constexpr, V: gl.constexpr):
+    """O^T += V^T P^T of a tile, 16 keys of half the values at a time, even and odd d in turn. What is multiplied next is loaded and
+    widened while up to IN_FLIGHT products run. The stage is let go once the last bytes are in registers; the last products are still
+    in flight."""
     for c in gl.static_range(BLOCK // 16):
         p = p_tile.slice(c * 16, 16)
-        even = warpgroup_mma(ve, p, even, is_async=True)
-        odd = warpgroup_mma(vo, p, odd, is_async=True)
-        if c + 1 < BLOCK // 16:
-            later = pairs.slice((c + 1) * 16, 16).load(V)
-            if c + 2 == BLOCK // 16:
-                thread_barrier()
-                mbarrier.arrive(empty, count=1)
-            ve_next, vo_next = widen(later, A)
-            even, odd, ve, vo = warpgroup_mma_wait(0, deps=[even, odd, ve, vo])
-            ve = ve_next
-            vo = vo_next
-    return even, odd
+        keys = pairs.slice(c * 16, 16)
+        x = keys.slice(0, HALF, dim=1).load(V)
+        if c > 0:
+            # bytes are widened behind the wait, when registers of the operands before have become free
+            e0, x = warpgroup_mma_wait(IN_FLIGHT, deps=[e0, x])
+        e0 = warpgroup_mma(_even_values(x, A), p, e0, is_async=True)
+        if c > 0:
+            o0, x = warpgroup_mma_wait(IN_FLIGHT, deps=[o0, x])
+        o0 = warpgroup_mma(_odd_values(x, A), p, o0, is_async=True)
+        y = keys.slice(HALF, HALF, dim=1).load(V)
+        if c + 1 == BLOCK // 16:
+            thread_barrier()
+            mbarrier.arrive(empty, count=1)
+        if c > 0:
+            e1, y = warpgroup_mma_wait(IN_FLIGHT, deps=[e1, y])
+        e1 = warpgroup_mma(_even_values(y, A), p, e1, is_async=True)
+        if c > 0:
+            o1, y = warpgroup_mma_wait(IN_FLIGHT, deps=[o1, y])
+        o1 = warpgroup_mma(_odd_values(y, A), p, o1, is_async=True)
+    return e0, o0, e1, o1
 
 
 @gluon.jit
@@ -195,7 +232,7 @@ def summer(
     """The query of the first segment; weighted sums of the values, and the way out, segment after segment."""
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     A: gl.constexpr = DotOperandLayout(0, O, 2)
-    V: gl.constexpr = byte_pairs_f16(gl.num_warps())
+    V: gl.constexpr = byte_pairs_f16(gl.num_warps(), HALF)
     PAIRS: gl.constexpr = NVMMASharedLayout(128, 16, 2)
     ONE: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
     b = piece.b
@@ -220,18 +257,22 @@ def summer(
         first_row = tile * ROWS + gl.minimum(kv_len, 0)
         rows = gl.minimum(q_count * HEADS - first_row, ROWS)
         if rows > 0:
-            even = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
-            odd = gl.zeros([LATENT // 2, ROWS], gl.float32, O)
+            e0 = gl.zeros([HALF, ROWS], gl.float32, O)
+            o0 = gl.zeros([HALF, ROWS], gl.float32, O)
+            e1 = gl.zeros([HALF, ROWS], gl.float32, O)
+            o1 = gl.zeros([HALF, ROWS], gl.float32, O)
             for _tile in range(lo, hi):
                 stage = uniform(used % STAGES)
                 p_handover.receive(used)
                 if gl.max(raised.load(ONE), 0) != 0:
                     alpha = alphas.index(0).load(SliceLayout(0, O))[None, :]
-                    even = even * alpha
-                    odd = odd * alpha
+                    e0 = e0 * alpha
+                    o0 = o0 * alpha
+                    e1 = e1 * alpha
+                    o1 = o1 * alpha
                 pairs = latent.index(stage)._reinterpret(gl.int16, [BLOCK, LATENT // 2], PAIRS)
-                even, odd = _add_values(pairs, p_tile, even, odd, empty.index(stage), A, V)
-                even, odd = warpgroup_mma_wait(0, deps=[even, odd])
+                e0, o0, e1, o1 = _add_values(pairs, p_tile, e0, o0, e1, o1, empty.index(stage), A, V)
+                e0, o0, e1, o1 = warpgroup_mma_wait(0, deps=[e0, o0, e1, o1])
                 thread_barrier()
                 p_handover.give_back()
                 used += 1
@@ -240,8 +281,10 @@ def summer(
                 let_kernel_after_begin()
             end_handover.receive(ended)
             inv = closing.index(0).load(SliceLayout(0, O))[None, :]
-            even = even * inv
-            odd = odd * inv
+            e0 = e0 * inv
+            o0 = o0 * inv
+            e1 = e1 * inv
+            o1 = o1 * inv
             lse2 = closing.index(1).load(SliceLayout(0, O))
             thread_barrier()
             end_handover.give_back()
@@ -251,14 +294,17 @@ def summer(
             if splits == 1:
                 token = (q_first + (first_row + r) // HEADS).to(gl.int64)
                 row_ptr = out_ptr + token * out_stride_token + (first_row + r) % HEADS * out_stride_head
-                interleave(even, odd, row_ptr, r < rows, 0)
+                interleave(e0, o0, row_ptr, r < rows, 0)
+                interleave(e1, o1, row_ptr, r < rows, 2 * HALF)
                 if WRITE_LSE:
                     gl.store(lse_ptr + token * lse_stride + (first_row + r) % HEADS, lse2 * LN2, mask=r < rows)
             else:
                 slot = gl.where(rank == 0, first_slot, next_slot + (rank - 1) * slot_step).to(gl.int64) * ROWS
-                d = 2 * gl.arange(0, LATENT // 2, SliceLayout(1, O))
-                store_columns(part_out_ptr + slot * LATENT, even, d, LATENT // 2, ROWS)
-                store_columns(part_out_ptr + slot * LATENT, odd, d + 1, LATENT // 2, ROWS)
+                d = 2 * gl.arange(0, HALF, SliceLayout(1, O))
+                store_columns(part_out_ptr + slot * LATENT, e0, d, HALF, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, o0, d + 1, HALF, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, e1, 2 * HALF + d, HALF, ROWS)
+                store_columns(part_out_ptr + slot * LATENT, o1, 2 * HALF + d + 1, HALF, ROWS)
                 gl.store(part_lse_ptr + slot + column_of(r), lse2)
                 # a launch that may not wait has nobody who stays
                 waits = may_wait & (follow >= piece.end).to(gl.int32)

@@ -21,12 +21,12 @@ ROPE = gl.constexpr(64)
 
 
 @constexpr_function
-def byte_pairs_f16(warps):
-    """[16 keys, 256 byte pairs] by ldmatrix.trans, in the order of a 16-bit A fragment."""
+def byte_pairs_f16(warps, pairs):
+    """[16 keys, byte pairs] by ldmatrix.trans, in the order of a 16-bit A fragment."""
     bits = warps.bit_length() - 1
-    pairs = [[0, 16 << w] for w in range(4)]
+    higher = [[0, 16 << w] for w in range((pairs // 16).bit_length() - 1)]
     return DistributedLinearLayout(
-        [[1, 0], [0, 8], [8, 0]] + pairs[bits:], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], pairs[:bits], [], [16, 256]
+        [[1, 0], [0, 8], [8, 0]] + higher[bits:], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], higher[:bits], [], [16, pairs]
     )
 
 
