@@ -347,7 +347,8 @@ class Shared:
 
 def _allocate(dtype, shape, layout):
     block = machine.current.block
-    start = -(-block.allocated // 1024) * 1024
+    alignment = 1024 if isinstance(layout, int) and layout else 16  # of swizzled panels; of scalars and vectors
+    start = -(-block.allocated // alignment) * alignment
     size = int(np.prod(shape)) * dtype.size
     block.allocated = start + size
     if block.allocated > block.memory.size:
@@ -751,6 +752,10 @@ ASM = {
         "lg2.approx.f32 $0, $1;": lambda x: Tensor(np.log2(x.data), FLOAT32),
         "rcp.approx.f32 $0, $1;": lambda x: Tensor(np.float32(1) / x.data, FLOAT32),
         "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;": lambda x: val(x),
+        # of tensors [warps, lanes]
+        "redux.sync.or.b32 $0, $1, 0xffffffff;": lambda x: Tensor(
+            np.bitwise_or.reduce(x.data, 1, keepdims=True).repeat(32, 1), INT32
+        ),
         "fence.acq_rel.gpu; mov.u32 $0, 0;": _nothing,
         "griddepcontrol.wait; mov.u32 $0, 0;": _nothing,
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;": _nothing,
@@ -935,6 +940,8 @@ def emulated(name):
             "reduction",
             "dependent_launch",
             "loader",
+            "roles",
+            "decode_bf16_wide_sm90",
         ):
             emulated(part)
     full = f"{PACKAGE}.{name}"

@@ -85,6 +85,35 @@ def test_cases(case, fmt):
     check(case.replace(format=fmt))
 
 
+#: Tiles of 64 rows.
+WIDE = [
+    DecodeCase((200, 0, 77, 1), num_heads=64),
+    DecodeCase((130, 300), num_heads=128, page_size=1),
+    DecodeCase((300, 66, 3), q_lens=4, num_heads=16, logit_cap=30.0, page_size=32),
+    DecodeCase((70, 250, 9), q_lens=(6, 0, 3), num_heads=16, table="csr", page_size=7),
+    DecodeCase((260, 130), q_lens=4, num_heads=16, num_kv_splits=5),
+    DecodeCase((262, 3), num_heads=64, split_size=128, strided=True),
+    DecodeCase((150, 90), q_lens=(5, 4), num_heads=16, causal=False, table="contiguous", logit_shift=1000.0),
+]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda c: c.id)
+def test_bf16_of_64_rows(case):
+    check(case.replace(format="bf16"))
+
+
+@pytest.mark.parametrize("factor", [4, 30])
+def test_references_that_follow_late_and_often(factor):
+    """The scores' spread decides how many tiles have one far above what was seen before."""
+    inputs = make_inputs(DecodeCase((520, 380), num_heads=64))
+    inputs.q.mul_(factor)
+    out, lse = run(inputs)
+    want, want_lse = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)
+    report = compare(inputs, out, reference=(want, want_lse))
+    assert report, report.message
+    assert bool(((lse.double() - want_lse).abs() <= 4e-4 * want_lse.abs()).all())
+
+
 #: Opposite orders of partitions, blocks, copies and products. "first" lets a block that waits for its partners run out of patience.
 POLICIES = [
     Policy("first", late=True, resident=6), Policy("last", late=False, resident=6), Policy("last", late=True, resident=2),
@@ -93,6 +122,7 @@ POLICIES = [
 MIXED = [
     DecodeCase((300, 70, 1, 0), q_lens=2, num_heads=6),
     DecodeCase((260, 70), num_heads=16, page_size=1, num_kv_splits=5),
+    DecodeCase((260, 70, 0), q_lens=(4, 3, 1), num_heads=16, table="csr"),
 ]
 
 

@@ -13,7 +13,7 @@ from ...errors import CapacityExceeded, InvalidArgument
 from ...formats import no_kernel
 from ...problem import DecodeArgs, DecodeProblem, LaunchConfig
 from .host_plan import HopperPlan, host_plan
-from .launch import BLOCK_KEYS, choose_launch
+from .launch import BLOCK_KEYS, HopperLaunch, choose_launch
 
 __all__ = ["BACKEND", "HopperBackend", "Workspace"]
 
@@ -83,7 +83,7 @@ class HopperBackend:
             reason=f"{launch.tiles} row tile(s) of {launch.rows}, {launch.blocks_per_sm} block(s) an SM; {how}; {load}",
             extra=(
                 ("stages", str(launch.stages)),
-                ("warps", f"{launch.num_warps} + {4 if launch.gather or problem.format == 'mxfp4' else 1}"),
+                ("warps", _warps(launch)),
             ),
         )
 
@@ -121,6 +121,12 @@ class HopperBackend:
         from .repeat import Repeat
 
         return Repeat(importlib.import_module(_KERNELS[problem.format].removesuffix(".py").replace("/", ".")), launch)
+
+
+def _warps(launch: HopperLaunch) -> str:
+    """Warps of a block, role by role."""
+    scorer = "4 + " if launch.format == "bf16" and launch.rows == 64 else ""
+    return f"{launch.num_warps} + {scorer}{4 if launch.gather or launch.format == 'mxfp4' else 1}"
 
 
 def _without_keys(args: DecodeArgs, workspace: Workspace) -> None:

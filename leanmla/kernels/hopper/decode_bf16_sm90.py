@@ -10,9 +10,9 @@ Rows are (query token, head) pairs, heads fastest; a tile has ROWS = 16, 32 or 6
 Grid: ``workers * row_tiles`` blocks, block = worker * row_tiles + tile, so that the row tiles of one piece of the cache run
 side by side and share it in L2. ``schedule`` says what a worker reads, ``reduction`` how partial results meet.
 
-Two roles a block (warp specialisation):
+Two roles a block (warp specialisation) for ROWS = 16 and 32; three for ROWS = 64, see ``decode_bf16_wide_sm90``:
 
-    loader (1 warp, or 4 for gathered pages)      | mathematicians (ROWS / 32 warpgroups, at least 1)
+    loader (1 warp, or 4 for gathered pages)      | mathematicians (1 warpgroup)
     ----------------------------------------------+------------------------------------------------------------
     wait empty[s]; fetch tile i+1 into stage s    | wait full[s]; S^T = K Q^T
     (runs on over segment borders, so the next    | softmax; P^T to shared memory
@@ -23,22 +23,20 @@ tokens, 64/BOX boxes for pages of 16k or 32k, and cp.async of single rows for an
 
 Keys past the end of a sequence: the score is replaced by -inf, and the rows of the tile are overwritten with zeros before
 the tensor cores read them as values (0 * NaN is NaN). The gather fetches zeros there in the first place.
-
-With two warpgroups (ROWS = 64) each computes the scores of half the rows, and half of the 512 values of all rows. Starting the
-scores of tile i+1 before the softmax of tile i was slower there (1060 us against 760 at batch 256, 8192 keys, 64 heads): with
-two stages the wait for tile i+1 then comes before the work on tile i that frees the other stage.
 """
 
 import torch
 
 from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
+from .decode_bf16_wide_sm90 import scorer, summer
 from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
 from .gluon_names import (
     BlockedLayout,
     NVMMADistributedLayout,
     NVMMASharedLayout,
     SliceLayout,
+    SwizzledSharedLayout,
     TensorDescriptor,
     fence_async_shared,
     gl,
@@ -52,6 +50,7 @@ from .launch import HopperLaunch
 from .loader import clear_hidden, clear_rows, loader, prefetch_rows, uniform, warm_up
 from .pages import BLOCK, Pages
 from .reduction import column_of, counter_of, meet, store_columns
+from .roles import handover
 from .schedule import has_work, plan_piece, segment, split_slots
 from .softmax import LOG2E, log2, probabilities, reciprocal, row_limits
 
@@ -122,12 +121,11 @@ def _mathematician(
     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, SPLIT_Q: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, SPLIT_Q: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, values and the way out, segment after segment."""
-    GROUPS: gl.constexpr = NUM_WARPS // 4
-    S: gl.constexpr = NVMMADistributedLayout([3, 0], [4, GROUPS], [16, ROWS // GROUPS, 16])
-    O: gl.constexpr = NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, ROWS, 16])
+    S: gl.constexpr = NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    O: gl.constexpr = S
     scale = sm_scale * LOG2E
     b = piece.b
     at = piece.start
@@ -217,12 +215,14 @@ def decode_bf16(
     GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, SPLIT_Q: gl.constexpr, WRITE_LSE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """See the top of this file. Launch with ``num_warps`` = 4 for ROWS <= 32 and 8 for ROWS = 64."""
+    """See the top of this file. Launch with ``num_warps`` = 4 for ROWS <= 32 and 8, the summer's, for ROWS = 64."""
     K: gl.constexpr = NVMMASharedLayout(128, 16, 2)
     PANEL: gl.constexpr = NVMMASharedLayout(128, 16, 3)
     P: gl.constexpr = NVMMASharedLayout(2 * ROWS, 16, 2)
-    PARTS: gl.constexpr = BLOCK // BOX
+    FLAT: gl.constexpr = SwizzledSharedLayout(1, 1, 1, [0])
+    BOXES: gl.constexpr = BLOCK // BOX
     LOADER_WARPS: gl.constexpr = 4 if GATHER else 1
+    PARTS: gl.constexpr = 5 if ROWS == 64 and not GATHER else 1
 
     latent = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, LATENT], K)
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, ROPE], K)
@@ -235,24 +235,33 @@ def decode_bf16(
         q_latent2 = q_latent
         q_rope2 = q_rope
     p_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK, ROWS], P)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * PARTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES * PARTS, 1], mbarrier.MBarrierLayout())
     if GATHER:
         warm = full  # not used; a barrier that nobody waits for would lie under scratch memory
     else:
         warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(warm, 1)
-    for s in gl.static_range(STAGES):
+    for s in gl.static_range(STAGES * PARTS):
         mbarrier.init(full.index(s), 32 * LOADER_WARPS if GATHER else 1)
         mbarrier.init(empty.index(s), 1)
+    if ROWS == 64:
+        alphas = gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT)
+        raised = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+        votes = gl.allocate_shared_memory(gl.int32, [32, 4], SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        closing = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+        q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(q_ready, 1)
+        p_handover = handover()
+        end_handover = handover()
     fence_async_shared()
 
     if GATHER:
         latent_parts = latent
         rope_parts = rope
     else:
-        latent_parts = latent._reinterpret(gl.bfloat16, [STAGES * 8 * PARTS, 1, BOX, 64], PANEL)
-        rope_parts = rope._reinterpret(gl.bfloat16, [STAGES * PARTS, 1, BOX, 64], PANEL)
+        latent_parts = latent._reinterpret(gl.bfloat16, [STAGES * 8 * BOXES, 1, BOX, 64], PANEL)
+        rope_parts = rope._reinterpret(gl.bfloat16, [STAGES * BOXES, 1, BOX, 64], PANEL)
         thread_barrier()
         warm_up(desc, desc, latent_parts, rope_parts, warm, BOX, 64, 1152)
 
@@ -266,19 +275,38 @@ def decode_bf16(
     turn = gl.load(counter_ptr)
     piece = plan_piece(pages, gl.program_id(0) // tiles, workers, splits, MODE, LENS, ONE_PASS)
     thread_barrier()
-    gl.warp_specialize(
-        [
-            (_mathematician, (
-                q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
-                part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
-                pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
-                HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, SPLIT_Q, WRITE_LSE, num_warps)),
-            (loader, (
-                desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                HEADS, STAGES, BOX, 64, 1152, GATHER, MODE)),
-        ],
-        [LOADER_WARPS], [(120 if num_warps == 4 else 72) if GATHER else 40],
-    )  # fmt: skip
+    if ROWS == 64:
+        gl.warp_specialize(
+            [
+                (summer, (
+                    q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_ready,
+                    out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
+                    latent, p_tile, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
+                    HEADS, ROWS, STAGES, PARTS, MODE, WRITE_LSE)),
+                (scorer, (
+                    q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, raised, p_handover, votes, closing, end_handover, q_ready, full, empty,
+                    pages, piece, tile, sm_scale, logit_cap,
+                    HEADS, ROWS, STAGES, PARTS, GATHER, MODE, CAUSAL, HAS_CAP)),
+                (loader, (
+                    desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
+                    HEADS, STAGES, BOX, 64, 1152, GATHER, MODE, PARTS)),
+            ],
+            [4, LOADER_WARPS], [120 if GATHER else 152, 72 if GATHER else 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_mathematician, (
+                    q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
+                    part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
+                    pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
+                    HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, SPLIT_Q, WRITE_LSE)),
+                (loader, (
+                    desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
+                    HEADS, STAGES, BOX, 64, 1152, GATHER, MODE)),
+            ],
+            [LOADER_WARPS], [120 if GATHER else 40],
+        )  # fmt: skip
 
 
 _PANEL = NVMMASharedLayout(128, 16, 3)

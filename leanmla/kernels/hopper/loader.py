@@ -11,6 +11,7 @@ from .gluon_names import (
     NVMMASharedLayout,
     SliceLayout,
     async_copy,
+    constexpr_function,
     fence_async_shared,
     gl,
     gluon,
@@ -48,18 +49,35 @@ def _places(pages, first_id, token, kv_len, BOX: gl.constexpr):
     return places
 
 
+@constexpr_function
+def _panels_before(part, parts, panels):
+    """Latent panels before part ``part`` of a stage: the whole is one part, or the rope panel is the first and the others have equal shares."""
+    return panels * part if parts == 1 else panels * max(part - 1, 0) // (parts - 1)
+
+
+@constexpr_function
+def _values_in(part, parts, panels):
+    """Values of a key in that part."""
+    return (_panels_before(part + 1, parts, panels) - _panels_before(part, parts, panels)) * 512 // panels + (64 if part == 0 else 0)
+
+
 @gluon.jit
-def _fetch_panels(desc, desc_rope, latent, rope, full, stage, places, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr):
-    """A tile into ``stage`` by boxes of [BOX keys, PANEL values]."""
-    PARTS: gl.constexpr = BLOCK // BOX
+def _fetch_panels(desc, desc_rope, latent, rope, full, empty, stage, parity, places, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr,
+                  PARTS: gl.constexpr):  # fmt: skip
+    """A tile into ``stage`` by boxes of [BOX keys, PANEL values], part after part as each becomes free."""
+    BOXES: gl.constexpr = BLOCK // BOX
     PANELS: gl.constexpr = 512 // PANEL
-    mbarrier.expect(full.index(stage), BLOCK * BYTES)
-    for j in gl.static_range(PARTS):
-        for p in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(
-                desc, [places[j][0], places[j][1], p * PANEL], full.index(stage), latent.index((stage * PANELS + p) * PARTS + j)
-            )
-        tma.async_copy_global_to_shared(desc_rope, [places[j][0], places[j][1], 512], full.index(stage), rope.index(stage * PARTS + j))
+    for part in gl.static_range(PARTS):
+        landed = full.index(stage * PARTS + part)
+        mbarrier.wait(empty.index(stage * PARTS + part), parity)
+        mbarrier.expect(landed, BLOCK * BYTES // 576 * _values_in(part, PARTS, PANELS))
+        for j in gl.static_range(BOXES):
+            for p in gl.static_range(_panels_before(part, PARTS, PANELS), _panels_before(part + 1, PARTS, PANELS)):
+                tma.async_copy_global_to_shared(
+                    desc, [places[j][0], places[j][1], p * PANEL], landed, latent.index((stage * PANELS + p) * BOXES + j)
+                )
+            if part == 0:
+                tma.async_copy_global_to_shared(desc_rope, [places[j][0], places[j][1], 512], landed, rope.index(stage * BOXES + j))
 
 
 @gluon.jit
@@ -116,9 +134,10 @@ def prefetch_rows(q_ptr, stride_token, stride_head, first_token, first_row, rows
 def loader(
     desc, desc_rope, cache_ptr, page_stride, token_stride, latent, rope, full, empty, warm, counter_ptr, counters, turn, pages, piece, first_row,
     HEADS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr,
-    GATHER: gl.constexpr, MODE: gl.constexpr,
+    GATHER: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Fetches every tile of the worker's segments, in order, as stages become free. BYTES: of one key."""
+    """Fetches every tile of the worker's segments, in order, as stages become free. BYTES: of one key. PARTS: of a stage, which
+    become free and arrive one after the other, each with barriers of its own (see :func:`_panels_before`); 1 for gathered rows."""
     b = piece.b
     at = piece.start
     base = piece.base
@@ -146,8 +165,7 @@ def loader(
                 else:
                     # page ids are asked for before the wait, so that they come in during it
                     places = _places(pages, first_id, i * BLOCK, kv_len, BOX)
-                    mbarrier.wait(empty.index(stage), parity)
-                    _fetch_panels(desc, desc_rope, latent, rope, full, stage, places, BOX, PANEL, BYTES)
+                    _fetch_panels(desc, desc_rope, latent, rope, full, empty, stage, parity, places, BOX, PANEL, BYTES, PARTS)
                 fetched += 1
         base = follow
         at = follow

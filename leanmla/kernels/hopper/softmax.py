@@ -7,7 +7,7 @@ Scores are in base 2 (sm_scale times log2 e); masked scores are -inf by selectio
 
 from .gluon_names import gl, gluon
 
-__all__ = ["LOG2E", "log2", "probabilities", "reciprocal", "row_limits"]
+__all__ = ["LOG2E", "log2", "probabilities", "reciprocal", "row_limits", "visible_scores"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -62,6 +62,17 @@ def _rescale(m, x):
 
 
 @gluon.jit
+def visible_scores(x, i, limit, shared_keys, logit_cap, S: gl.constexpr, HAS_CAP: gl.constexpr):
+    """Base-2 scores of tile i, capped, and -inf where a row does not see the key (see :func:`probabilities`)."""
+    if HAS_CAP:
+        x = _cap_logits(x, logit_cap)
+    if i * x.shape[0] + x.shape[0] > shared_keys:
+        key = i * x.shape[0] + gl.arange(0, x.shape[0], gl.SliceLayout(1, S))
+        x = gl.where(key[:, None] < limit[None, :], x, float("-inf"))
+    return x
+
+
+@gluon.jit
 def probabilities(x, m, den, i, limit, shared_keys, logit_cap, S: gl.constexpr, HAS_CAP: gl.constexpr, P_SHIFT: gl.constexpr):
     """One step of the online softmax for the tile of keys 64 i .. 64 i + 63.
 
@@ -69,11 +80,7 @@ def probabilities(x, m, den, i, limit, shared_keys, logit_cap, S: gl.constexpr, 
     below limit[r] and all rows see those below ``shared_keys``.
     Returns 2^P_SHIFT exp2(x - max), the new m and den (which is scaled alike), and the factor for what was summed before.
     """
-    if HAS_CAP:
-        x = _cap_logits(x, logit_cap)
-    if i * x.shape[0] + x.shape[0] > shared_keys:
-        key = i * x.shape[0] + gl.arange(0, x.shape[0], gl.SliceLayout(1, S))
-        x = gl.where(key[:, None] < limit[None, :], x, float("-inf"))
+    x = visible_scores(x, i, limit, shared_keys, logit_cap, S, HAS_CAP)
     m, ref, alpha = _rescale(m, x)
     p = gl.exp2(x - (ref - P_SHIFT)[None, :])
     return p, m, den * alpha[None, :] + p, alpha
