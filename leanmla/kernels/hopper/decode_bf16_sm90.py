@@ -275,7 +275,8 @@ def decode_bf16(
                 HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, SPLIT_Q, WRITE_LSE, num_warps)),
             (loader, (
                 desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                HEADS, STAGES, BOX, 64, 1152, GATHER, MODE)),
+                q_ptr, q_stride_token, q_stride_head,
+                HEADS, ROWS, STAGES, BOX, 64, 1152, GATHER, MODE)),
         ],
         [LOADER_WARPS], [(120 if num_warps == 4 else 72) if GATHER else 40],
     )  # fmt: skip
