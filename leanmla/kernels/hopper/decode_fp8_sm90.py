@@ -518,9 +518,10 @@ def decode_fp8(
                 HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
             (loader, (
                 desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
+                q_ptr, q_stride_token, q_stride_head,
+                HEADS, ROWS, STAGES, BOX, 128, 576, GATHER, MODE)),
         ],
-        [LOADER_WARPS], [(72 if num_warps == 4 else 56) if GATHER else 40],
+        [LOADER_WARPS], [40],
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from .launch import BLOCK_KEYS, HopperLaunch
 __all__ = ["GAP_BLOCKS", "HopperPlan", "host_plan", "piece_blocks"]
 
 #: What starting a sequence costs, in blocks, where lengths differ.
-GAP_BLOCKS = 2
+GAP_BLOCKS = int(os.environ.get("LEANMLA_GAP", "2"))
 
 
 @dataclass(frozen=True)
