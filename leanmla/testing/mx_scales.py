@@ -91,7 +91,7 @@ def check_every_byte(run: Run, device: str, first: range = range(240)) -> None:
     error = (out.double() - want).abs()[fits]
     relative = float((error / want.abs()[fits].clamp(min=1e-38)).max())
     assert bool((error <= 2.0**-8 * want.abs()[fits] + 1e-38).all()), f"relative error {relative}"
-    assert float(lse.abs().max()) <= 1e-6
+    assert float(lse.abs().max()) <= 5e-5  # exponents of up to 127 may go through the logarithm and out again
 
 
 def nan_scale(key: int, block: int, device: str) -> tuple[DecodeInputs, torch.Tensor]:

@@ -191,6 +191,8 @@ def test_arrangements():
         ({}, "three_groups"),
         ({"total_kv": 64 * 1024}, "two_groups"),
         ({"total_kv": 64 * 1024, "num_heads": 128}, "three_groups"),
+        ({"format": "mxfp4"}, "three_groups_even"),
+        ({"format": "mxfp4", "total_kv": 64 * 1024}, "two_groups"),
     ):
         problem = PROBLEM.replace(**changes)
         assert dict(BACKEND.launch_config(problem, H200).extra)["arrangement"] == name

@@ -289,10 +289,9 @@ def decode_bf16(
                     HEADS, ROWS, STAGES, PARTS, GATHER, MODE, CAUSAL, HAS_CAP)),
                 (loader, (
                     desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                    q_ptr, q_stride_token, q_stride_head,
-                    HEADS, ROWS, STAGES, BOX, 64, 1152, GATHER, MODE, PARTS)),
+                    HEADS, STAGES, BOX, 64, 1152, GATHER, MODE, PARTS)),
             ],
-            [4, LOADER_WARPS], [120 if GATHER else 152, 72 if GATHER else 40],
+            [4, LOADER_WARPS], [152, 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -304,8 +303,7 @@ def decode_bf16(
                     HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, SPLIT_Q, WRITE_LSE)),
                 (loader, (
                     desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                    q_ptr, q_stride_token, q_stride_head,
-                    HEADS, ROWS, STAGES, BOX, 64, 1152, GATHER, MODE)),
+                    HEADS, STAGES, BOX, 64, 1152, GATHER, MODE)),
             ],
             [LOADER_WARPS], [120 if GATHER else 40],
         )  # fmt: skip

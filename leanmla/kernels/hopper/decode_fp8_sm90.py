@@ -518,8 +518,7 @@ def decode_fp8(
                 HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
             (loader, (
                 desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
-                q_ptr, q_stride_token, q_stride_head,
-                HEADS, ROWS, STAGES, BOX, 128, 576, GATHER, MODE)),
+                HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
         ],
         [LOADER_WARPS], [40],
     )  # fmt: skip

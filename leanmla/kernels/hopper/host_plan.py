@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ from .launch import BLOCK_KEYS, HopperLaunch
 __all__ = ["GAP_BLOCKS", "HopperPlan", "host_plan", "piece_blocks"]
 
 #: What starting a sequence costs, in blocks, where lengths differ.
-GAP_BLOCKS = int(os.environ.get("LEANMLA_GAP", "2"))
+GAP_BLOCKS = 3
 
 
 @dataclass(frozen=True)

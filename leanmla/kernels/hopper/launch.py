@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from ...device import DeviceInfo
@@ -12,8 +11,6 @@ __all__ = ["BLOCK_KEYS", "HopperLaunch", "box_keys", "choose_launch"]
 
 #: Keys a tile.
 BLOCK_KEYS = 64
-#: Tiles a worker up to which a multiprocessor gets one block: to time.
-_ALONE = int(os.environ.get("LEANMLA_ALONE", "5"))
 _KINDS = {"csr": 0, "block_table": 1, "contiguous": 2}
 
 
@@ -79,7 +76,7 @@ def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> HopperLaunch:
         most_blocks = problem.total_kv // BLOCK_KEYS + batch
         # Few keys a worker: one block an SM, since two would share what one can read alone (4 sequences of 8192 keys, fp8:
         # 17.5 us against 22.8; 32 of 1024: 16.4 against 20.5; 64 of 1024: 23.7 against 25.4).
-        if blocks_per_sm == 2 and most_blocks * tiles <= _ALONE * resident:
+        if blocks_per_sm == 2 and most_blocks * tiles <= 5 * resident:
             resident = device.num_sms
         workers = max(1, min(resident // tiles, most_blocks))
     grid = workers * tiles * (1 if mode == 0 else batch)

@@ -5,8 +5,6 @@ panel of 64 values. One tensor-map box fills a whole panel where pages hold a mu
 they hold a multiple of 32 or 16. Any other page size is gathered: cp.async, 16 bytes a lane, one row at a time.
 """
 
-import os
-
 from .dependent_launch import let_kernel_after_begin
 from .gluon_names import (
     BlockedLayout,
@@ -28,10 +26,8 @@ from .schedule import has_work, segment
 
 __all__ = ["clear_hidden", "clear_rows", "loader", "prefetch_rows", "uniform", "warm_up"]
 
-#: Lanes of a gathering warp that share a row: to time.
-LANES = gl.constexpr(int(os.environ.get("LEANMLA_GATHER_LANES", "8")))
-#: Whether a sequence's query is brought to L2 while the one before is read: to time.
-NEXT_QUERY = gl.constexpr(int(os.environ.get("LEANMLA_NEXT_QUERY", "1")))
+#: Lanes of a gathering warp that share a row.
+LANES = gl.constexpr(8)
 
 
 @gluon.jit
@@ -163,8 +159,7 @@ def prefetch_rows(q_ptr, stride_token, stride_head, first_token, first_row, rows
 @gluon.jit
 def loader(
     desc, desc_rope, cache_ptr, page_stride, token_stride, latent, rope, full, empty, warm, counter_ptr, counters, turn, pages, piece, first_row,
-    q_ptr, q_stride_token, q_stride_head,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr,
+    HEADS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, PANEL: gl.constexpr, BYTES: gl.constexpr,
     GATHER: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     """Fetches every tile of the worker's segments, in order, as stages become free. BYTES: of one key. PARTS: of a stage, which
@@ -179,10 +174,6 @@ def loader(
     while more:
         kv_len, first_id, lo, hi, follow = segment(pages, piece, b, at, base, MODE)
         _, q_count = pages.query(b)
-        if NEXT_QUERY and MODE == 0 and follow < piece.end:
-            # otherwise the next sequence's query is asked for behind two tiles of its keys
-            q_next, count_next = pages.query(b + 1)
-            prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_next, first_row, gl.minimum(count_next * HEADS - first_row, ROWS), HEADS, ROWS)
         if first_row < q_count * HEADS:
             if GATHER:
                 VEC: gl.constexpr = 16 * 576 // BYTES

@@ -25,8 +25,6 @@ Its log-sum-exp is in columns order too, so that a thread that merges four colum
 splits' weights never leave it: no shuffles and no barriers.
 """
 
-import os
-
 from .gluon_names import BlockedLayout, DistributedLinearLayout, SliceLayout, constexpr_function, gl, gluon, thread_barrier
 from .softmax import log2, reciprocal
 
@@ -37,8 +35,8 @@ HEADER = gl.constexpr(4)
 #: Reads of the counter before a block stops waiting: about 50 us.
 _PATIENCE = gl.constexpr(64)
 _LEFT = gl.constexpr(65536)
-#: Splits beyond which a merge is shared out finer: to time.
-FAR = gl.constexpr(int(os.environ.get("LEANMLA_FAR", "64")))
+#: Splits beyond which a merge is shared out finer.
+FAR = gl.constexpr(64)
 
 
 @gluon.jit
