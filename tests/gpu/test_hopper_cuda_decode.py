@@ -9,6 +9,7 @@ import leanmla
 from leanmla import LatentCache, PageTable
 from leanmla.device import describe
 from leanmla.kernels.hopper_cuda import compiler, launch_configs
+from leanmla.kernels.hopper_cuda.compiler import FORMATS
 from leanmla.kernels.hopper_cuda.launch_configs import ARRANGEMENTS
 from leanmla.reference import mla_decode_reference
 from leanmla.testing.cases import DecodeCase, case_grid
@@ -22,7 +23,6 @@ pytestmark = [
     ),
     pytest.mark.skipif(compiler.unavailable() is not None, reason=f"{compiler.unavailable()}"),
 ]
-FORMAT = "mxfp4_row320"
 #: fp8 wgmma keeps about 14 bits of a running sum, so logits are exact to about 2^-13 of the largest partial sum.
 FP8_LSE = 2e-3
 MORE = (
@@ -49,7 +49,7 @@ SHAPES = (
     DecodeCase((700, 8192), num_kv_splits=200, page_size=16),
     DecodeCase((20000, 64), split_size=64),
 )
-CASES = case_grid((FORMAT,)) + [case.replace(format=FORMAT) for case in MORE + SHAPES]
+CASES = case_grid(FORMATS) + [case.replace(format=fmt) for fmt in FORMATS for case in MORE + SHAPES]
 
 
 def run(inputs, **changes):
@@ -62,6 +62,11 @@ def arrangement(request):
     """Every arrangement of the kernel in turn."""
     with launch_configs.using(request.param) as chosen:
         yield chosen
+
+
+@pytest.fixture(params=FORMATS)
+def fmt(request):
+    return request.param
 
 
 def same_bits(a, b) -> bool:
@@ -93,7 +98,7 @@ def test_grid(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", [case.replace(format=FORMAT) for case in MORE + SHAPES], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [case.replace(format=fmt) for fmt in FORMATS for case in MORE + SHAPES], ids=lambda c: c.id)
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_arrangements(name, case):
     """Whatever the size."""
@@ -103,9 +108,9 @@ def test_arrangements(name, case):
 
 @pytest.mark.parametrize("q_std, shift", [(100.0, 0.0), (8.0, 300.0), (30.0, 0.0), (4.0, 0.0)])
 @pytest.mark.parametrize("seed", range(4))
-def test_large_logits(q_std, shift, seed):
+def test_large_logits(q_std, shift, seed, fmt):
     """Beyond what 14 bits of a sum hold, where they are taken again in f16 products."""
-    case = DecodeCase((2000, 300, 64), q_std=q_std, logit_shift=shift, format=FORMAT)
+    case = DecodeCase((2000, 300, 64), q_std=q_std, logit_shift=shift, format=fmt)
     inputs = make_inputs(case, device="cuda", seed=seed)
     out, lse = run(inputs)
     want = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)
@@ -125,8 +130,8 @@ def test_given_out(case):
     assert torch.equal(out, want)
 
 
-def test_odd_strides_of_q_and_out(arrangement):
-    inputs = make_inputs(DecodeCase((200, 77), q_lens=2, format=FORMAT), device="cuda")
+def test_odd_strides_of_q_and_out(arrangement, fmt):
+    inputs = make_inputs(DecodeCase((200, 77), q_lens=2, format=fmt), device="cuda")
     want, _ = run(inputs)
     rows, heads = inputs.q.shape[:2]
     wide = torch.full((rows, heads, 579), torch.nan, dtype=inputs.q.dtype, device="cuda")
@@ -137,8 +142,8 @@ def test_odd_strides_of_q_and_out(arrangement):
     assert torch.equal(got, want)
 
 
-def test_a_row_alone_equals_the_row_in_a_batch(arrangement):
-    case = DecodeCase((1000, 700, 3, 1500), split_size=256, format=FORMAT)
+def test_a_row_alone_equals_the_row_in_a_batch(arrangement, fmt):
+    case = DecodeCase((1000, 700, 3, 1500), split_size=256, format=fmt)
     inputs = make_inputs(case, device="cuda")
     whole = run(inputs)
     for b, n in enumerate(case.kv_lens):
@@ -157,8 +162,8 @@ def test_a_row_alone_equals_the_row_in_a_batch(arrangement):
         assert same_bits(alone, (whole[0][b : b + 1], whole[1][b : b + 1]))
 
 
-def test_nan_that_is_read_stays_nan(arrangement):
-    inputs = make_inputs(DecodeCase((300, 200, 90), q_lens=3, format=FORMAT), device="cuda")
+def test_nan_that_is_read_stays_nan(arrangement, fmt):
+    inputs = make_inputs(DecodeCase((300, 200, 90), q_lens=3, format=fmt), device="cuda")
     clean = run(inputs)
     # A NaN block in the last key of sequence 0 is seen by its last row alone, one in the middle of sequence 1 by all three.
     latent = torch.randn(2, 576, device="cuda", dtype=torch.bfloat16)
@@ -173,9 +178,9 @@ def test_nan_that_is_read_stays_nan(arrangement):
     assert torch.equal(out[~expected], clean[0][~expected])
 
 
-def test_rows_of_very_different_exponents(arrangement):
+def test_rows_of_very_different_exponents(arrangement, fmt):
     # Zeros, tiny and huge tokens in one sequence: the weight of a token of zeros must not drown in the others' exponents.
-    cache = LatentCache.allocate(4, 64, format=FORMAT, device="cuda")
+    cache = LatentCache.allocate(4, 64, format=fmt, device="cuda")
     latent = torch.randn(256, 576, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     latent *= torch.exp2(torch.arange(256, device="cuda") % 8 * -3.0)[:, None]
     latent[::5] = 0.0
@@ -191,11 +196,11 @@ def test_rows_of_very_different_exponents(arrangement):
     assert (lse.double() - want_lse).abs().max() <= FP8_LSE
 
 
-def test_one_graph_serves_changing_lengths(arrangement):
+def test_one_graph_serves_changing_lengths(arrangement, fmt):
     capacity, batch, heads = 2048, 6, 16
     generator = torch.Generator("cuda").manual_seed(7)
     pages = capacity // 64 * batch
-    cache = LatentCache.allocate(pages, 64, format=FORMAT, device="cuda")
+    cache = LatentCache.allocate(pages, 64, format=fmt, device="cuda")
     latent = torch.randn(pages * 64, 576, device="cuda", dtype=torch.bfloat16, generator=generator)
     cache.append(latent, torch.arange(pages * 64, device="cuda"))
     ids = torch.randperm(pages, device="cuda", generator=generator).to(torch.int32).view(batch, -1)
@@ -203,7 +208,7 @@ def test_one_graph_serves_changing_lengths(arrangement):
     table = PageTable.from_block_table(ids, lens, page_size=64)
     q = torch.randn(batch, heads, 576, device="cuda", dtype=torch.bfloat16, generator=generator)
     plan = leanmla.DecodePlan(
-        num_heads=heads, format=FORMAT, page_size=64, max_batch=batch, max_kv_len=capacity, device="cuda", backend="hopper_cuda"
+        num_heads=heads, format=fmt, page_size=64, max_batch=batch, max_kv_len=capacity, device="cuda", backend="hopper_cuda"
     )
     step = plan.capture(q, cache, table, sm_scale=0.04)
     for now in ([70] * 6, [2048, 1, 0, 64, 65, 777], [0] * 6, [1, 2, 3, 4, 5, 6], [2048] * 6, [2000, 0, 0, 0, 0, 0]):
@@ -217,8 +222,8 @@ def test_one_graph_serves_changing_lengths(arrangement):
         assert torch.equal(out, eager), now
 
 
-def test_repeats_at_full_occupancy(arrangement):
-    inputs = make_inputs(DecodeCase((4096,) * 64, format=FORMAT, table="csr"), device="cuda")
+def test_repeats_at_full_occupancy(arrangement, fmt):
+    inputs = make_inputs(DecodeCase((4096,) * 64, format=fmt, table="csr"), device="cuda")
     first = run(inputs)
     for _ in range(20):
         assert same_bits(first, run(inputs))

@@ -1,4 +1,5 @@
-"""The hopper backend on an MXFP4 cache: scale bytes that are far apart, extreme or NaN. The case grid is in test_hopper_decode."""
+"""The Hopper backends on an MXFP4 cache: scale bytes that are far apart, extreme or NaN, and laid out oddly. The case grids are in
+test_hopper_decode and test_hopper_cuda_decode."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import torch
 
 import leanmla
 from leanmla.device import describe
-from leanmla.reference import mla_decode_reference
+from leanmla.kernels.hopper_cuda import compiler
+from leanmla.testing import mx_scales
 from leanmla.testing.cases import DecodeCase
 from leanmla.testing.inputs import DecodeInputs, make_inputs
 
@@ -17,90 +19,60 @@ pytestmark = pytest.mark.skipif(
 CASE = DecodeCase((200, 77, 64), format="mxfp4")
 
 
-def run(inputs: DecodeInputs):
-    return leanmla.mla_decode(inputs.q, inputs.cache, inputs.table, return_lse=True, backend="hopper", **inputs.options)
+@pytest.fixture(params=["hopper", "hopper_cuda"])
+def run(request):
+    if request.param == "hopper_cuda" and compiler.unavailable() is not None:
+        pytest.skip(str(compiler.unavailable()))
 
+    def call(inputs: DecodeInputs):
+        return leanmla.mla_decode(
+            inputs.q, inputs.cache, inputs.table, return_lse=True, backend=request.param, **inputs.options
+        )
 
-def scales_of(inputs: DecodeInputs, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, row) of the keys of sequence ``b``."""
-    slots = inputs.table.slots(b)
-    return slots // inputs.cache.page_size, slots % inputs.cache.page_size
-
-
-def check(inputs: DecodeInputs, lse_error: float = 2e-3) -> None:
-    out, lse = run(inputs)
-    want, want_lse = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)
-    assert torch.equal(lse.isnan(), want_lse.isnan()) and torch.equal(out.isnan(), want.isnan())
-    ok = ~want_lse.isnan()
-    assert bool(((lse - want_lse)[ok].abs() <= lse_error + 2e-4 * want_lse[ok].abs()).all()), float(
-        (lse - want_lse)[ok].abs().max()
-    )
-    error = (out.double() - want)[ok].norm(dim=-1) / want[ok].norm(dim=-1)
-    assert float(error.max()) <= 3e-3, float(error.max())
-
-
-def logits_from_rope(inputs: DecodeInputs) -> None:
-    """Takes the latent part out of the logits and gives all rope blocks the scale 1."""
-    inputs.q[..., :512] = 0
-    inputs.cache.scale[..., 16:18] = 127
+    return call
 
 
 @pytest.mark.parametrize("spread", [3, 15, 40])
-def test_exponents_of_tokens_far_apart(spread):
-    inputs = make_inputs(CASE, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(1)
-    logits_from_rope(inputs)
-    for b in range(3):
-        page, row = scales_of(inputs, b)
-        byte = torch.randint(127 - spread, 128 + spread, (len(page), 1), device="cuda", generator=generator)
-        inputs.cache.scale[page, row, :16] = (
-            byte - torch.randint(0, 3, (len(page), 16), device="cuda", generator=generator)
-        ).to(torch.uint8)
-    check(inputs)
+def test_exponents_of_tokens_far_apart(run, spread):
+    mx_scales.check(mx_scales.exponents_far_apart(CASE, spread, "cuda"), run)
 
 
 @pytest.mark.parametrize("shift", [-90, -30, 30, 90])
-def test_latent_and_rope_far_apart(shift):
-    inputs = make_inputs(CASE, device="cuda")
-    logits_from_rope(inputs)
-    for b in range(3):
-        page, row = scales_of(inputs, b)
-        inputs.cache.scale[page, row, :16] = 127 + shift
-    check(inputs)
+def test_latent_and_rope_far_apart(run, shift):
+    mx_scales.check(mx_scales.latent_and_rope_far_apart(CASE, shift, "cuda"), run)
 
 
-def test_every_scale_byte():
-    """One key a sequence, logits 0: the output is the value. Eighteen consecutive bytes a token."""
-    inputs = make_inputs(DecodeCase((1,) * 240, format="mxfp4", page_size=16), device="cuda")
-    inputs.q.zero_()
-    for b in range(240):
-        page, row = scales_of(inputs, b)
-        inputs.cache.scale[page, row] = torch.arange(b, b + 18, device="cuda").clamp(max=254).to(torch.uint8)
-    out, lse = run(inputs)
-    want, _ = mla_decode_reference(inputs.q, inputs.cache, inputs.table, **inputs.options)
-    fits = want.abs() < 3e38
-    error = (out.double() - want).abs()[fits]
-    assert bool((error <= 2.0**-8 * want.abs()[fits] + 1e-38).all()), float((error / want.abs()[fits].clamp(min=1e-38)).max())
-    assert float(lse.abs().max()) <= 1e-6
+def test_every_scale_byte(run):
+    mx_scales.check_every_byte(run, "cuda")
 
 
 @pytest.mark.parametrize("block", [0, 7, 15, 16, 17])
 @pytest.mark.parametrize("key", [3, 68, 69])
-def test_nan_scale_reaches_the_rows_that_see_it_and_no_other(key, block):
-    inputs = make_inputs(DecodeCase((70, 40), q_lens=4, format="mxfp4"), device="cuda")
-    page, row = scales_of(inputs, 0)
-    inputs.cache.scale[page[key], row[key], block] = 255
+def test_nan_scale_reaches_the_rows_that_see_it_and_no_other(run, key, block):
+    inputs, sees = mx_scales.nan_scale(key, block, "cuda")
     out, lse = run(inputs)
-    sees = torch.tensor([key <= 70 - 4 + i for i in range(4)] + [False] * 4, device="cuda")
     assert torch.equal(lse.isnan(), sees[:, None].expand_as(lse))
     assert torch.equal(out.isnan(), sees[:, None, None].expand_as(out))
-    check(inputs)
+    mx_scales.check(inputs, run)
 
 
-def test_zero_blocks_are_exact_zeros():
-    inputs = make_inputs(CASE, device="cuda")
-    inputs.cache.data[..., 16:48] = 0
-    inputs.cache.scale[..., 1:3] = 0
+def test_zero_blocks_are_exact_zeros(run):
+    inputs = mx_scales.zero_blocks(CASE, "cuda")
     out, _ = run(inputs)
     assert float(out[..., 32:96].abs().max()) == 0.0
-    check(inputs)
+    mx_scales.check(inputs, run)
+
+
+@pytest.mark.parametrize(
+    "table, page_size", [("csr", 1), ("block_table", 16), ("csr", 48), ("block_table", 64), ("contiguous", 64)]
+)
+@pytest.mark.parametrize(
+    "stride, start, between", [(18, 0, 0), (18, 2, 0), (19, 1, 0), (24, 0, 0), (33, 15, 7), (48, 16, 16), (49, 0, 0)]
+)
+def test_scales_anywhere(run, table, page_size, stride, start, between):
+    case = CASE.replace(table=table, page_size=page_size)
+    want = run(make_inputs(case, device="cuda"))
+    got = run(
+        mx_scales.with_scale_layout(make_inputs(case, device="cuda"), stride, start, 0 if table == "contiguous" else between)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 KERNELS = (
     *(("hopper", fmt) for fmt in ("bf16", "fp8", "mxfp4", "fp8_tile128")),
     ("hopper_cuda", "mxfp4_row320"),
+    ("hopper_cuda", "mxfp4"),
     ("triton", "bf16"),
     ("triton", "mxfp4"),
 )

@@ -462,7 +462,7 @@ def _bulk_copy(desc, coordinates, view, dest):
     _start(dest, data, lambda: barrier.came(data.nbytes), barrier.flying)
 
 
-def _gather(dest, pointer, mask):
+def _gather(dest, pointer, mask=True):
     block, task = machine.current.block, machine.current
     data = _load(pointer, mask)
     assert data.shape == tuple(dest.shape) and data.dtype is dest.dtype

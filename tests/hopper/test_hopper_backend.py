@@ -17,7 +17,9 @@ PROBLEM = DecodeProblem(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_kv_splits": 8}, {"split_size": 128}, {"num_kv_splits": 8, "format": "mxfp4"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_kv_splits": 8}, {"split_size": 128}, {"num_kv_splits": 8, "format": "fp8_tile128"}]
+)
 def test_fixed_splits_of_gathered_rows_stay_here(changes):
     """More blocks than run at once are right on a card: tests/gpu/test_hopper_decode.py."""
     assert backends.choose(PROBLEM.replace(**changes), H200).name == "hopper"

@@ -159,6 +159,21 @@ def test_a_sequence_is_merged_together_or_by_the_last_to_arrive(monkeypatch):
     assert sorted(roles) == [0, 0, 2]
 
 
+def test_very_many_splits_are_merged_by_streams(monkeypatch):
+    reduction = emulated("reduction")
+    monkeypatch.setattr(reduction, "FAR", 3)
+    merge, merged = reduction._merge_many, []
+
+    def seen(*args):
+        merged.append(args)
+        return merge(*args)
+
+    monkeypatch.setattr(reduction, "_merge_many", seen)
+    check(DecodeCase((700, 5), format="fp8", num_kv_splits=11))
+    check(DecodeCase((500, 0), format="bf16", num_heads=5, num_kv_splits=7))
+    assert merged
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_nan_in_a_hidden_key_stays_there(fmt):
     inputs = make_inputs(DecodeCase((131, 66), q_lens=4, num_heads=4, format=fmt))

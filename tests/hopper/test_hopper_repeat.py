@@ -21,6 +21,7 @@ from leanmla.device import DeviceInfo
 from leanmla.errors import InvalidArgument
 from leanmla.kernels.hopper_cuda import backend as cuda_backend
 from leanmla.kernels.hopper_cuda import launch_configs
+from leanmla.kernels.hopper_cuda.compiler import FORMATS
 
 H200 = DeviceInfo("cuda", "NVIDIA H200", "sm_90", 132, 232448, 150 << 30)
 GLUON = ("bf16", "fp8", "mxfp4", "fp8_tile128")
@@ -76,8 +77,8 @@ def call(fmt: str, page_size: int = 64, kind: str = "block_table", shift: int = 
     return torch.zeros(3 * 16 * 576 + shift, dtype=torch.bfloat16)[shift:].view(3, 16, 576), cache, table
 
 
-def plan_for(fmt: str, page_size: int = 64) -> DecodePlan:
-    name = "hopper" if fmt in GLUON else "hopper_cuda"
+def plan_for(fmt: str, page_size: int = 64, name: str | None = None) -> DecodePlan:
+    name = name or ("hopper" if fmt in GLUON else "hopper_cuda")
     return DecodePlan(num_heads=16, format=fmt, page_size=page_size, max_batch=3, max_kv_len=128, device="cpu", backend=name)
 
 
@@ -160,17 +161,20 @@ def test_calls_that_need_another_launch_are_worked_out_anew(log):
         plan.run(q, LatentCache.from_tensors(bytes_, cache.scale, format="fp8", page_size=64), table, **OPTIONS)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind, page_size", LAYOUTS)
-def test_the_cuda_kernel_gets_what_a_first_call_would(filled, kind, page_size):
-    plan = plan_for("mxfp4_row320", page_size)
-    plan.run(*call("mxfp4_row320", page_size, kind), **OPTIONS)
-    others = call("mxfp4_row320", page_size, kind)
+def test_the_cuda_kernel_gets_what_a_first_call_would(filled, kind, page_size, fmt):
+    plan = plan_for(fmt, page_size, "hopper_cuda")
+    plan.run(*call(fmt, page_size, kind), **OPTIONS)
+    others = call(fmt, page_size, kind)
     plan.run(*others, **OPTIONS)
     plan._steps.clear()
     plan.run(*others, **OPTIONS)
     first, again, afresh = filled
     assert again == afresh != first
     assert again[2]["cache"] == others[1].data.data_ptr() and again[2]["q"] == others[0].data_ptr()
+    assert again[2]["scales"] == (others[1].scale.data_ptr() if fmt == "mxfp4" else None)
+    assert again[2]["whole_scales"] == (fmt == "mxfp4" and kind != "contiguous" and page_size % 16 == 0)
 
 
 def test_queries_at_odd_addresses_are_not_read_in_pairs(filled):

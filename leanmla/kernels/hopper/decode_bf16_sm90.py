@@ -291,7 +291,7 @@ def decode_bf16(
                     desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                     HEADS, STAGES, BOX, 64, 1152, GATHER, MODE, PARTS)),
             ],
-            [4, LOADER_WARPS], [120 if GATHER else 152, 72 if GATHER else 40],
+            [4, LOADER_WARPS], [152, 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(

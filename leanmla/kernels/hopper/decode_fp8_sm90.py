@@ -418,7 +418,7 @@ def decode_fp8(
                     desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                     HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
             ],
-            [4, LOADER_WARPS], [120, 56 if GATHER else 40],
+            [4, LOADER_WARPS], [120, 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -432,7 +432,7 @@ def decode_fp8(
                     desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                     HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),
             ],
-            [LOADER_WARPS], [(72 if num_warps == 4 else 56) if GATHER else 40],
+            [LOADER_WARPS], [40],
         )  # fmt: skip
 
 

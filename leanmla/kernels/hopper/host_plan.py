@@ -11,7 +11,7 @@ from .launch import BLOCK_KEYS, HopperLaunch
 __all__ = ["GAP_BLOCKS", "HopperPlan", "host_plan", "piece_blocks"]
 
 #: What starting a sequence costs, in blocks, where lengths differ.
-GAP_BLOCKS = 2
+GAP_BLOCKS = 3
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ they hold a multiple of 32 or 16. Any other page size is gathered: cp.async, 16 
 from .dependent_launch import let_kernel_after_begin
 from .gluon_names import (
     BlockedLayout,
+    DistributedLinearLayout,
     NVMMASharedLayout,
     SliceLayout,
     async_copy,
@@ -24,6 +25,9 @@ from .reduction import turn_over
 from .schedule import has_work, segment
 
 __all__ = ["clear_hidden", "clear_rows", "loader", "prefetch_rows", "uniform", "warm_up"]
+
+#: Lanes of a gathering warp that share a row.
+LANES = gl.constexpr(8)
 
 
 @gluon.jit
@@ -80,11 +84,29 @@ def _fetch_panels(desc, desc_rope, latent, rope, full, empty, stage, parity, pla
                 tma.async_copy_global_to_shared(desc_rope, [places[j][0], places[j][1], 512], landed, rope.index(stage * BOXES + j))
 
 
+@constexpr_function
+def _rows_layout(keys, width, vec, lanes, warps):
+    """[keys, width values] for cp.async of ``vec`` values a lane: ``lanes`` lanes side by side in a row, the others in the rows below,
+    the rest of a row in further registers, so that a lane has few rows and reaches the rest of each by a constant offset.
+
+    A warp has keys / warps rows in a line in every such layout. What is left of a row comes before the next row.
+    """
+
+    def powers(start, stop):
+        return [start << k for k in range((stop // start).bit_length() - 1)]
+
+    in_row = powers(1, vec) + powers(vec * lanes, width)
+    rows = powers(32 // lanes, keys // warps)
+    registers = [[0, d] for d in in_row] + [[r, 0] for r in rows]
+    lane_bits = [[0, d] for d in powers(vec, vec * lanes)] + [[r, 0] for r in powers(1, 32 // lanes)]
+    return DistributedLinearLayout(registers, lane_bits, [[r, 0] for r in powers(keys // warps, keys)], [], [keys, width])
+
+
 @gluon.jit
 def _row_pages(pages, first_id, token, kv_len, VEC: gl.constexpr):
     """Page ids of a tile's keys, as the latent and as the rope copy need them."""
-    L: gl.constexpr = BlockedLayout([1, VEC], [1, 32], [gl.num_warps(), 1], [1, 0])
-    LR: gl.constexpr = BlockedLayout([1, VEC], [VEC // 2, 64 // VEC], [gl.num_warps(), 1], [1, 0])
+    L: gl.constexpr = _rows_layout(BLOCK, 512, VEC, LANES, gl.num_warps())
+    LR: gl.constexpr = _rows_layout(BLOCK, 64, VEC, 64 // VEC, gl.num_warps())
     t = token + gl.arange(0, BLOCK, SliceLayout(1, L))
     tr = token + gl.arange(0, BLOCK, SliceLayout(1, LR))
     return pages.row_pages(first_id, t, t < kv_len), pages.row_pages(first_id, tr, tr < kv_len)
@@ -93,16 +115,20 @@ def _row_pages(pages, first_id, token, kv_len, VEC: gl.constexpr):
 @gluon.jit
 def _gather_rows(cache_ptr, page_stride, token_stride, latent, rope, full, stage, pages, page, page_r, first_id, token, kv_len, VEC: gl.constexpr):
     """A tile by cp.async. Keys past the end are not read; their rows become zeros."""
-    L: gl.constexpr = BlockedLayout([1, VEC], [1, 32], [gl.num_warps(), 1], [1, 0])
-    LR: gl.constexpr = BlockedLayout([1, VEC], [VEC // 2, 64 // VEC], [gl.num_warps(), 1], [1, 0])
+    L: gl.constexpr = _rows_layout(BLOCK, 512, VEC, LANES, gl.num_warps())
+    LR: gl.constexpr = _rows_layout(BLOCK, 64, VEC, 64 // VEC, gl.num_warps())
     t = token + gl.arange(0, BLOCK, SliceLayout(1, L))
     tr = token + gl.arange(0, BLOCK, SliceLayout(1, LR))
-    at = pages.offsets(page, first_id, t, t < kv_len, page_stride, token_stride)
-    at_r = pages.offsets(page_r, first_id, tr, tr < kv_len, page_stride, token_stride)
     d = gl.arange(0, 512, SliceLayout(0, L))[None, :]
-    dr = gl.arange(0, 64, SliceLayout(0, LR))[None, :]
-    async_copy.async_copy_global_to_shared(latent.index(stage), cache_ptr + (at[:, None] + d), mask=(t < kv_len)[:, None] & (d >= 0))
-    async_copy.async_copy_global_to_shared(rope.index(stage), cache_ptr + (at_r[:, None] + (512 + dr)), mask=(tr < kv_len)[:, None] & (dr >= 0))
+    dr = 512 + gl.arange(0, 64, SliceLayout(0, LR))[None, :]
+    row = cache_ptr + pages.places_of(page, first_id, t, page_stride, token_stride)
+    row_r = cache_ptr + pages.places_of(page_r, first_id, tr, page_stride, token_stride)
+    if token + BLOCK <= kv_len:
+        async_copy.async_copy_global_to_shared(latent.index(stage), row[:, None] + d)
+        async_copy.async_copy_global_to_shared(rope.index(stage), row_r[:, None] + dr)
+    else:
+        async_copy.async_copy_global_to_shared(latent.index(stage), row[:, None] + d, mask=(t < kv_len)[:, None] & (d >= 0))
+        async_copy.async_copy_global_to_shared(rope.index(stage), row_r[:, None] + dr, mask=(tr < kv_len)[:, None] & (dr >= 0))
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 

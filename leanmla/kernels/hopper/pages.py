@@ -103,13 +103,20 @@ class Pages:
         return page
 
     @gluon.jit
-    def offsets(self, page, first_id, token, valid, page_stride, token_stride):
-        """Element offsets (int64) of a tensor of tokens in the pages that :meth:`row_pages` gave; 0 where not ``valid``."""
+    def places_of(self, page, first_id, token, page_stride, token_stride):
+        """Element offsets (int64) of a tensor of tokens in the pages that :meth:`row_pages` gave; of no use past the end."""
         if self.KIND == CONTIGUOUS:
             offset = (first_id + token) * token_stride
         else:
-            offset = page.to(gl.int64) * page_stride + (token % self.PAGE_SIZE) * token_stride
-        return gl.where(valid, offset, 0)
+            offset = page.to(gl.int64) * page_stride
+            if self.PAGE_SIZE > 1:
+                offset += (token % self.PAGE_SIZE) * token_stride
+        return offset
+
+    @gluon.jit
+    def offsets(self, page, first_id, token, valid, page_stride, token_stride):
+        """:meth:`places_of`, and 0 where not ``valid``."""
+        return gl.where(valid, self.places_of(page, first_id, token, page_stride, token_stride), 0)
 
     @gluon.jit
     def prefetch_ids(self, worker, workers):

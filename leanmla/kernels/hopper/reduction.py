@@ -35,6 +35,8 @@ HEADER = gl.constexpr(4)
 #: Reads of the counter before a block stops waiting: about 50 us.
 _PATIENCE = gl.constexpr(64)
 _LEFT = gl.constexpr(65536)
+#: Splits beyond which a merge is shared out finer.
+FAR = gl.constexpr(64)
 
 
 @gluon.jit
@@ -185,6 +187,88 @@ def _merge(
         gl.store(lse_ptr + token_w * lse_stride + (first_row + r) % HEADS, lse_out, mask=r < rows)
 
 
+@constexpr_function
+def _streams_layout(group, width, rows, warps):
+    """[streams, group splits, width d, rows columns]: a stream is a warp's half, a lane has four columns of all splits of a group."""
+    in_thread = [[0, 1 << k, 0, 0] for k in range(group.bit_length() - 1)]
+    columns = [[0, 0, 0, 4 << k] for k in range((rows // 4).bit_length() - 1)]
+    d = [[0, 0, 1 << k, 0] for k in range(width.bit_length() - 1)]
+    warp_bits = [[2 << k, 0, 0, 0] for k in range(warps.bit_length() - 1)]
+    return DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2], *in_thread], [*columns, *d, [1, 0, 0, 0]], warp_bits, [], [2 * warps, group, width, rows]
+    )
+
+
+@gluon.jit
+def _merge_many(
+    part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
+    first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS: gl.constexpr,
+    ROWS: gl.constexpr, WRITE_LSE: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Like :func:`_merge` for so many splits that reading one group after the other takes longest: each half of a warp merges every
+    so-many-th group on its own, and only their results are put together, once.
+    """
+    STREAMS: gl.constexpr = 2 * gl.num_warps()
+    L: gl.constexpr = _streams_layout(GROUP, WIDTH, ROWS, gl.num_warps())
+    LA: gl.constexpr = SliceLayout(1, L)  # [STREAMS, WIDTH, ROWS]
+    LW: gl.constexpr = SliceLayout(2, L)  # [STREAMS, GROUP, ROWS]
+    LM: gl.constexpr = SliceLayout(1, LW)  # [STREAMS, ROWS]
+    LO: gl.constexpr = SliceLayout(0, LA)  # [WIDTH, ROWS]
+    C: gl.constexpr = SliceLayout(0, LM)
+    S: gl.constexpr = SliceLayout(2, LW)  # [STREAMS, GROUP]
+    c = gl.arange(0, ROWS, C)
+    d = gl.arange(0, WIDTH, SliceLayout(0, SliceLayout(0, SliceLayout(3, L))))
+    c3 = gl.arange(0, ROWS, SliceLayout(0, SliceLayout(0, SliceLayout(2, L))))
+    inside = gl.expand_dims(gl.expand_dims(gl.expand_dims(d0 * ROWS + d * ROWS, 0), 0), 3) + gl.expand_dims(
+        gl.expand_dims(gl.expand_dims(c3, 0), 0), 2
+    )
+    stream = gl.arange(0, STREAMS, SliceLayout(1, S))[:, None] * GROUP + gl.arange(0, GROUP, SliceLayout(0, S))[None, :]
+    m = gl.full([STREAMS, ROWS], float("-inf"), gl.float32, LM)
+    den = gl.zeros([STREAMS, ROWS], gl.float32, LM)
+    acc = gl.zeros([STREAMS, WIDTH, ROWS], gl.float32, LA)
+    for at in range(0, splits, STREAMS * GROUP):
+        s = at + stream
+        slot = _slot_of(s, first_slot, next_slot, slot_step)
+        ok = s < splits
+        # .cg: other multiprocessors wrote these
+        lse = gl.load(
+            part_lse_ptr + (gl.expand_dims(slot * ROWS, 2) + gl.expand_dims(gl.expand_dims(c, 0), 1)),
+            mask=gl.expand_dims(ok, 2), other=float("-inf"), cache_modifier=".cg",
+        )  # fmt: skip
+        base = gl.convert_layout(slot, SliceLayout(2, SliceLayout(3, L)), assert_trivial=True) * (512 * ROWS)
+        ok = gl.convert_layout(ok, SliceLayout(2, SliceLayout(3, L)), assert_trivial=True)
+        x = gl.load(
+            part_out_ptr + (gl.expand_dims(gl.expand_dims(base, 2), 3) + inside),
+            mask=gl.expand_dims(gl.expand_dims(ok, 2), 3), other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        m_new = gl.maximum(m, gl.max(lse, 1))
+        ref = gl.where(m_new == float("-inf"), 0.0, m_new)
+        old = gl.exp2(m - ref)
+        weight = gl.exp2(lse - gl.expand_dims(ref, 1))
+        den = den * old + gl.sum(weight, 1)
+        m = m_new
+        old = gl.convert_layout(old, SliceLayout(1, LA), assert_trivial=True)
+        acc = acc * gl.expand_dims(old, 1) + gl.sum(gl.expand_dims(weight, 2) * x, 1)
+    top = gl.max(m, 0)
+    ref = gl.where(top == float("-inf"), 0.0, top)
+    share = gl.exp2(m - ref[None, :])
+    total = gl.sum(den * share, 0)
+    empty = total == 0.0
+    share = share * gl.where(empty, 0.0, reciprocal(total))[None, :]
+    share = gl.convert_layout(share, SliceLayout(1, LA), assert_trivial=True)
+    merged = gl.sum(acc * gl.expand_dims(share, 1), 0)
+    co = _row_of(gl.arange(0, ROWS, SliceLayout(0, LO)))
+    do = d0 + gl.arange(0, WIDTH, SliceLayout(1, LO))
+    token = (first_token + (first_row + co) // HEADS).to(gl.int64)
+    row_ptr = out_ptr + token * out_stride_token + (first_row + co) % HEADS * out_stride_head
+    gl.store(row_ptr[None, :] + do[:, None], merged.to(out_ptr.dtype.element_ty), mask=(co < rows)[None, :])
+    if WRITE_LSE and d0 == 0:
+        r = _row_of(c)
+        lse_out = gl.where(empty, float("-inf"), (top + log2(total)) * 0.6931471805599453)
+        token_w = (first_token + (first_row + r) // HEADS).to(gl.int64)
+        gl.store(lse_ptr + token_w * lse_stride + (first_row + r) % HEADS, lse_out, mask=r < rows)
+
+
 @gluon.jit
 def meet(
     counter_ptr,  # int32 [1], this sequence's and row tile's
@@ -195,8 +279,9 @@ def meet(
 ):  # fmt: skip
     """Called by every block of a sequence once its partial result is stored; the output is complete when all have returned.
 
-    Up to four splits: wide shares, all splits at once; more: narrow shares, MANY splits at a time. The choice depends on the
-    number of splits alone, because it decides in which order they are added.
+    Up to four splits: wide shares, all splits at once; more: narrow shares, MANY splits at a time; more than FAR (16 rows only): shares
+    of four d, so that up to 128 blocks have one, and 128 splits at a time. The choice depends on the number of splits alone, because it
+    decides in which order they are added.
     """
     UNIT: gl.constexpr = 128 * gl.num_warps() // ROWS  # d whose values give a thread four of them
     MANY: gl.constexpr = 16
@@ -211,6 +296,10 @@ def meet(
             for d0 in range(begin * (4 * UNIT), 512, step * (4 * UNIT)):
                 _merge(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
                        first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS, ROWS, WRITE_LSE, 4 * UNIT, 4)  # fmt: skip
+        elif ROWS == 16 and splits > FAR:
+            for d0 in range(begin * 4, 512, step * 4):
+                _merge_many(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
+                            first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS, ROWS, WRITE_LSE, 4, MANY)  # fmt: skip
         else:
             for d0 in range(begin * UNIT, 512, step * UNIT):
                 _merge(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,

@@ -1,1 +1,1 @@
-"""CUDA C++ for sm_90, compiled when first needed: the decode kernel of the cache format mxfp4_row320."""
+"""CUDA C++ for sm_90, compiled when first needed: the decode kernel of the cache formats mxfp4_row320 and mxfp4."""

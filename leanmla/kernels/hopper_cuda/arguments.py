@@ -9,6 +9,7 @@ import struct
 import torch
 
 from ...problem import DecodeArgs
+from .compiler import SCALE_ROOM
 from .launch import ROWS, CudaLaunch
 
 __all__ = ["HEADER", "Arguments", "Divisor", "fill", "refill"]
@@ -16,12 +17,14 @@ __all__ = ["HEADER", "Arguments", "Divisor", "fill", "refill"]
 HEADER = 4  #: words before the two sets of counters, as in reduction.cuh
 _LOG2E = math.log2(math.e)
 
-_POINTERS = ("q", "out", "lse", "part_out", "part_lse", "counters", "cache", "lens", "last", "ids", "qo")
+_POINTERS = ("q", "out", "lse", "part_out", "part_lse", "counters", "cache", "scales", "lens", "last", "ids", "qo")
 _STRIDES = (
-    "q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head", "lse_stride", "page_stride", "token_stride", "ids_stride",
+    "q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head", "lse_stride", "ids_stride",
 )  # fmt: skip
 _INTEGERS = (
-    "num_counters", "kind", "page_size", "whole_slots", "q_len", "batch", "heads", "tiles", "causal", "mode", "workers",
+    "num_counters", "kind", "page_size", "whole_slots", "whole_scales", "page_stride", "token_stride",
+    "scale_page_stride", "scale_token_stride",
+    "q_len", "batch", "heads", "tiles", "causal", "mode", "workers",
     "splits", "may_wait", "pairs",
 )  # fmt: skip
 _FLOATS = ("scale", "cap", "cap_inverse")
@@ -62,10 +65,15 @@ def _addresses(args: DecodeArgs, workspace) -> tuple[int, ...]:
     lens = table.cache_seqlens if table.kind == "block_table" else table.kv_indptr
     last = table.kv_last_page_len if table.kind == "csr" and table.page_size > 1 else None
     found = (
-        args.q, args.out, args.lse, workspace.part_out, workspace.part_lse, workspace.counters, args.cache.data, lens, last,
-        table.page_ids, args.qo_indptr,
+        args.q, args.out, args.lse, workspace.part_out, workspace.part_lse, workspace.counters, args.cache.data, args.cache.scale, lens,
+        last, table.page_ids, args.qo_indptr,
     )  # fmt: skip
     return tuple([0 if t is None else t.data_ptr() for t in found])
+
+
+def _whole_scales(scale: torch.Tensor | None) -> bool:
+    """Whether pages have the scales of 16 rows where they can come in one piece; see scales.cuh."""
+    return scale is not None and scale.stride(1) <= SCALE_ROOM and scale.data_ptr() % 16 == 0 and scale.stride(0) % 16 == 0
 
 
 def refill(filled: Arguments, args: DecodeArgs, workspace) -> Arguments:
@@ -79,9 +87,12 @@ def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
     """Arguments of a call; they hold addresses, so the call's tensors must outlive the launch."""
     problem, table, q, out = args.problem, args.table, args.q, args.out
     contiguous = table.kind == "contiguous"
-    data = args.cache.as_tokens().data if contiguous else args.cache.data  # bytes: strides count them
-    token_stride = data.stride(0) if contiguous else data.stride(1)
+    cache = args.cache.as_tokens() if contiguous else args.cache
+    data, scale = cache.data, cache.scale  # bytes: strides count them
+    token_stride = data.stride(-2)
+    scale_token_stride = 0 if scale is None else scale.stride(-2)
     page, ids = table.page_size, table.page_ids
+    whole_slots = token_stride == data.shape[-1] and (contiguous or page % ROWS == 0)
     cap = max(problem.logit_cap, 1e-30) * _LOG2E  # fp32 holds its reciprocal; a smaller cap gives no other output
     return Arguments(
         *_addresses(args, workspace),
@@ -93,12 +104,15 @@ def fill(args: DecodeArgs, launch: CudaLaunch, workspace) -> Arguments:
         page_stride=data.stride(0),
         token_stride=token_stride,
         ids_stride=0 if ids is None else ids.stride(0) if table.kind == "block_table" else ids.numel(),
+        scale_page_stride=0 if scale is None else scale.stride(0),
+        scale_token_stride=scale_token_stride,
         by_page_size=Divisor.of(page),
         by_heads=Divisor.of(problem.num_heads),
         num_counters=(workspace.counters.numel() - HEADER) // 2,
         kind=launch.kind,
         page_size=page,
-        whole_slots=token_stride == data.shape[-1] and (contiguous or page % ROWS == 0),
+        whole_slots=whole_slots,
+        whole_scales=whole_slots and not contiguous and _whole_scales(scale),
         q_len=q.shape[0] // problem.batch,
         batch=problem.batch,
         heads=problem.num_heads,

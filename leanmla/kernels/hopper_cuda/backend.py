@@ -1,4 +1,4 @@
-"""The ``hopper_cuda`` backend: CUDA C++ for sm_90, for the cache format mxfp4_row320."""
+"""The ``hopper_cuda`` backend: CUDA C++ for sm_90, for the cache formats mxfp4_row320 and mxfp4."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from .launch_configs import Arrangement
 
 __all__ = ["BACKEND", "HopperCudaBackend", "Workspace"]
 
-_FORMAT = "mxfp4_row320"
 #: Most splits of one sequence: arrivals are counted in 15 bits (reduction.cuh).
 _MAX_SPLITS = 32767
 
@@ -42,8 +41,8 @@ class HopperCudaBackend:
     def why_not(self, problem: DecodeProblem, device: DeviceInfo) -> str | None:
         if device.kind != "cuda" or device.arch != "sm_90":
             return f"needs an NVIDIA Hopper GPU (sm_90), this device is {device.arch}"
-        if problem.format != _FORMAT:
-            return f"has a kernel for cache format '{_FORMAT}' only, this is '{problem.format}'"
+        if problem.format not in compiler.FORMATS:
+            return f"has a kernel for cache formats {' and '.join(compiler.FORMATS)} only, this is '{problem.format}'"
         needed = arrangement_for(problem, device).shared_bytes
         if device.shared_memory and device.shared_memory < needed:
             return f"needs {needed} bytes of shared memory a block, this device has {device.shared_memory}"
@@ -119,7 +118,7 @@ class Repeat:
                 f"needs {launch.slots} and {problem.batch * launch.tiles}. Make the plan for a larger problem."
             )
         _check_cache(args)
-        self._variant = compiler.Variant(problem.q_dtype == "fp16", problem.logit_cap > 0, arrangement)
+        self._variant = compiler.Variant(problem.format, problem.q_dtype == "fp16", problem.logit_cap > 0, arrangement)
         self._grid = launch.grid
         self._filled = fill(args, launch, workspace)
 
@@ -187,6 +186,11 @@ def _check_cache(args: DecodeArgs) -> None:
             f"cache: backend 'hopper_cuda' copies rows in units of 16 bytes, so they must start at multiples of 16 bytes; got address "
             f"{data.data_ptr():#x} and strides of {list(data.stride()[:2])} bytes. Align the buffer, or use backend='triton'."
         )
+    for name, tensor in (("cache", data), ("scale", args.cache.scale)):
+        if tensor is not None and max(tensor.stride()[:2]) >= 1 << 31:
+            raise InvalidArgument(
+                f"{name}: backend 'hopper_cuda' takes strides below 2^31 bytes, got {list(tensor.stride()[:2])}. Use backend='triton'."
+            )
 
 
 BACKEND = HopperCudaBackend()

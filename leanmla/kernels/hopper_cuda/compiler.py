@@ -18,14 +18,17 @@ from ...device import assumed, missing
 from ...errors import BackendUnavailable
 from ...files import write_whole
 from ...formats import mxfp4_row320
+from ...formats.mxfp4 import NUM_BLOCKS
 from ...problem import DIMS
 from .launch_configs import Arrangement
 
-__all__ = ["ENTRY", "SOURCE", "Variant", "compile_cubin", "cubin", "kernel", "source_text", "unavailable"]
+__all__ = ["ENTRY", "FORMATS", "SCALE_ROOM", "SOURCE", "Variant", "compile_cubin", "cubin", "kernel", "source_text", "unavailable"]
 
 FOLDER = Path(__file__).parent
-SOURCE = "decode_mxfp4_row320_sm90.cu"
-ENTRY = "decode_mxfp4_row320"
+SOURCE = "decode_mxfp4_sm90.cu"
+ENTRY = "decode_mxfp4"
+FORMATS = ("mxfp4_row320", "mxfp4")
+SCALE_ROOM = 48  #: bytes of shared memory for the scales of a row of ``mxfp4``: pieces of 16 that hold 18 bytes wherever they begin
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 
 
@@ -33,6 +36,7 @@ OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 class Variant:
     """What is fixed when the kernel is compiled; everything else is an argument."""
 
+    format: str  #: of FORMATS
     q_is_fp16: bool
     has_cap: bool
     arrangement: Arrangement
@@ -40,8 +44,11 @@ class Variant:
 
 def source_text(variant: Variant) -> str:
     """The translation unit; it includes the files beside this one."""
+    ocp = variant.format == "mxfp4"
     constants = {
-        "ROW_BYTES": mxfp4_row320.ROW_BYTES,
+        "ROW_BYTES": mxfp4_row320.CODE_BYTES if ocp else mxfp4_row320.ROW_BYTES,
+        "SCALES": NUM_BLOCKS,
+        "SCALE_ROOM": SCALE_ROOM,
         "DEFICITS_AT": mxfp4_row320.DEFICITS_AT,
         "EXPONENT_AT": mxfp4_row320.EXPONENT_AT,
         "DEFICIT_UNIT": mxfp4_row320.DEFICIT_UNIT,
@@ -50,7 +57,7 @@ def source_text(variant: Variant) -> str:
         "ROPE": DIMS.qk_rope_head_dim,
         **variant.arrangement.constants(),
     }
-    macros = {"Q_IS_FP16": variant.q_is_fp16, "HAS_CAP": variant.has_cap}
+    macros = {"ROWS_ARE_OCP": ocp, "Q_IS_FP16": variant.q_is_fp16, "HAS_CAP": variant.has_cap}
     return "".join(
         [
             *(f"#define {name} {int(value)}\n" for name, value in macros.items()),

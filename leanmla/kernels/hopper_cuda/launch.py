@@ -44,8 +44,8 @@ def arrangement_for(problem: DecodeProblem, device: DeviceInfo) -> Arrangement:
     """How blocks are put together for ``problem``. With a split size always in one way, since the order of sums depends on it and a row
     alone must equal the row in a batch bit for bit."""
     if problem.split_size is not None:
-        return chosen(math.inf)
-    return chosen(_row_tiles(problem) * _most_tiles(problem) / max(device.num_sms, 1))
+        return chosen(problem.format, math.inf)
+    return chosen(problem.format, _row_tiles(problem) * _most_tiles(problem) / max(device.num_sms, 1))
 
 
 def choose_launch(problem: DecodeProblem, device: DeviceInfo, arrangement: Arrangement | None = None) -> CudaLaunch:

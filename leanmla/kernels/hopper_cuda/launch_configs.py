@@ -13,7 +13,7 @@ __all__ = ["ARRANGEMENTS", "FEW_TILES", "Arrangement", "chosen", "using"]
 
 _QUERY_BYTES = 32 * 576  #: two fp8 terms of 16 rows
 _STAGE_BYTES = 64 * 512 + 16 * 64 * 2  #: values as fp8 and probabilities as f16 of 64 keys
-_GROUP_BYTES = 64 * 320  #: cache rows as fetched
+_GROUP_BYTES = 64 * (288 + 48 + 4)  #: cache rows as fetched, and of mxfp4 their scales
 _SMALL_BYTES = 4096  #: everything else in layout.cuh, and room to spare
 _ALIGNMENT = 1024
 
@@ -46,19 +46,22 @@ class Arrangement:
         return {**{name.upper(): int(getattr(self, name)) for name in fixed}, "BLOCK_SHARED_BYTES": self.shared_bytes}
 
 
-#: Measured on an H200, docs/measured.md: three groups are 6 % faster at 248 tiles a multiprocessor, two are 5 % faster at 4.
+#: Measured on an H200, docs/measured.md: three groups are 5 % faster at 248 tiles a multiprocessor, two are 5 % faster at 4. mxfp4 needs more
+#: registers to score: 3 % faster with as many as the summing group has, mxfp4_row320 2 % slower.
 _THREE = Arrangement("three_groups", groups=3, stages=4, blocks_per_sm=1, scorer_registers=120, summer_registers=152, parts=8)
+_EVEN = Arrangement("three_groups_even", groups=3, stages=4, blocks_per_sm=1, scorer_registers=128, summer_registers=128, parts=8)
 _TWO = Arrangement("two_groups", groups=2, stages=4, blocks_per_sm=1, scorer_registers=168, summer_registers=168, parts=16)
-ARRANGEMENTS: dict[str, Arrangement] = {arrangement.name: arrangement for arrangement in (_THREE, _TWO)}
-FEW_TILES = 16  #: of 64 keys, a multiprocessor: up to here two groups
+ARRANGEMENTS: dict[str, Arrangement] = {arrangement.name: arrangement for arrangement in (_THREE, _EVEN, _TWO)}
+FEW_TILES = 32  #: of 64 keys, a multiprocessor: up to here two groups
+_MANY = {"mxfp4_row320": _THREE, "mxfp4": _EVEN}  #: by cache format
 
 
 _forced: Arrangement | None = None
 
 
-def chosen(tiles_per_sm: float) -> Arrangement:
-    """The arrangement for so many tiles of 64 keys a multiprocessor."""
-    return _forced or (_TWO if tiles_per_sm <= FEW_TILES else _THREE)
+def chosen(format: str, tiles_per_sm: float) -> Arrangement:
+    """The arrangement for a cache format and so many tiles of 64 keys a multiprocessor."""
+    return _forced or (_TWO if tiles_per_sm <= FEW_TILES else _MANY[format])
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 // What every part of the kernel shares: its arguments, the division of a block into roles, and the map of shared memory.
-// The constants ROW_BYTES, DEFICITS_AT, EXPONENT_AT, DEFICIT_UNIT, LATENT and ROPE come from the Python definition of the cache
-// format, GROUPS, STAGES, BLOCKS_PER_SM, the two numbers of registers, and PARTS from the arrangement
-// (launch_configs.py); compiler.py puts them in front of this file. Q_IS_FP16 and HAS_CAP are macros of the variant.
+// The constants ROW_BYTES, SCALES, DEFICITS_AT, EXPONENT_AT, DEFICIT_UNIT, LATENT and ROPE come from the Python definitions of the cache
+// formats, GROUPS, STAGES, BLOCKS_PER_SM, the two numbers of registers, and PARTS from the arrangement
+// (launch_configs.py); compiler.py puts them in front of this file. ROWS_ARE_OCP, Q_IS_FP16 and HAS_CAP are macros of the
+// variant.
 #pragma once
 #include "ptx.cuh"
 
@@ -18,7 +19,8 @@ static_assert(GROUPS * SCORER_REGISTERS + SUMMER_REGISTERS <= (GROUPS + 1) * LAU
 
 // -- shared memory (bytes from a multiple of 1024) ----------------------------------------------------------------------
 
-constexpr int SLOT_BYTES = 16 * ROW_BYTES;  // the 16 rows that one scoring warp fetches
+// What one scoring warp fetches: 16 rows; behind them, of the OCP format, their scales (scales.cuh) and where a row's begin.
+constexpr int SCALES_AT = 16 * ROW_BYTES, STARTS_AT = SCALES_AT + 16 * SCALE_ROOM, SLOT_BYTES = ROWS_ARE_OCP ? STARTS_AT + 16 * 4 : SCALES_AT;
 constexpr int Q_PANEL = 32 * 128;           // [16 rows hi, 16 rows lo][128 values] e4m3, 128-byte swizzle
 constexpr int AT_Q = 0, AT_Q_ROPE = 4 * Q_PANEL;  // the rope panel is [32][64], 64-byte swizzle
 constexpr int AT_P = AT_Q_ROPE + 32 * 64, P_BYTES = ROWS * KEYS * 2;     // f16 [16 rows][64 keys], 128-byte swizzle
@@ -68,17 +70,19 @@ struct Arguments {
   float* part_out;      // [slots][16 rows * 512], in the order of reduction.cuh
   float* part_lse;      // [slots][16], base 2
   int* counters;        // see reduction.cuh
-  const u8* cache;      // rows of 320 bytes
+  const u8* cache;      // rows of ROW_BYTES
+  const u8* scales;     // OCP: 18 E8M0 bytes a token, or null
   const int* lens;      // csr: kv_indptr in pages; block table: cache_seqlens; contiguous: kv_indptr in tokens
   const int* last;      // csr: kv_last_page_len, null for page size 1
   const int* ids;       // csr: [n]; block table: [batch, max_pages]
   const int* qo;        // qo_indptr, or null for q_len tokens each
   i64 q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride;  // elements
-  i64 page_stride, token_stride;                                                     // bytes
   i64 ids_stride;                                                                    // block table: of a row; csr: number of ids
   Divisor by_page_size, by_heads;
   int num_counters, kind, page_size;
-  int whole_slots;                                // the 16 rows of a slot are one piece of 5120 bytes
+  int whole_slots;                                // the 16 rows of a slot are one piece
+  int whole_scales;                               // and their scales are one piece, see scales.cuh
+  int page_stride, token_stride, scale_page_stride, scale_token_stride;  // bytes
   int q_len, batch, heads, tiles, causal;
   int mode, workers, splits, may_wait;  // see schedule.cuh
   int pairs;                                        // q and out may be accessed two values at a time

@@ -11,6 +11,11 @@ using i64 = long long;
 
 // -- shared memory, by 32-bit address ----------------------------------------------------------------------------------
 
+DEVICE u32 load_u8(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
 DEVICE u32 load_u32(u32 at) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
@@ -181,6 +186,17 @@ DEVICE u32 multiply_add_f16x2(u32 a, u32 b, u32 c) {
 DEVICE u32 permute(u32 low, u32 high, u32 selectors) {
   u32 r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selectors));
+  return r;
+}
+// of both halves
+DEVICE u32 max_u16x2(u32 a, u32 b) {
+  u32 r;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {  // max(a + b, c): one instruction
+  u32 r;
+  asm("{.reg .b32 t;\nadd.s16x2 t, %1, %2;\nmax.s16x2 %0, t, %3;\n}" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }

@@ -8,6 +8,7 @@
 // expands its word j to two A registers, which wgmma takes for the k positions 4 q .. 4 q + 3 and 16 + 4 q .. of slice j. So value
 // 32 q + 8 j + 4 h + i of a panel goes to position 32 j + 16 h + 4 q + i. Likewise 16 q + 8 j + 4 h + i of the rope part, with j < 2.
 #pragma once
+#include "scales.cuh"
 #include "schedule.cuh"
 
 DEVICE float from_16_bits(u32 x) { return Q_IS_FP16 ? from_f16((u16)x) : as_float(x << 16); }
@@ -87,8 +88,8 @@ struct QueryRows {
         }
       }
       if (lane == 0) {
-        store_f32(shared + AT_SCALES + 4 * row, a.scale * reciprocal_of_power(latent));
-        store_f32(shared + AT_SCALES + 4 * (ROWS + row), a.scale * reciprocal_of_power(rope));
+        store_f32(shared + AT_SCALES + 4 * row, a.scale * SCORE_UNIT * reciprocal_of_power(latent));
+        store_f32(shared + AT_SCALES + 4 * (ROWS + row), a.scale * SCORE_UNIT * reciprocal_of_power(rope));
         const int token = a.by_heads(row_tile * ROWS + row);
         const int limit = a.causal ? min(s.kv_len - s.q_count + 1 + token, s.kv_len) : s.kv_len;
         store_u32(shared + AT_LIMITS + 4 * row, row < s.rows ? max(limit, 0) : 0);

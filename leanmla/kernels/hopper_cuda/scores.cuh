@@ -1,6 +1,7 @@
 // The scoring groups: cache rows to scores, probabilities and values for the summing group.
 //
-// A group of four warps has a tile of 64 keys at a time, each warp 16 of them, two a thread: keys g and g + 8, with g = lane / 4. A warp
+// A group of four warps has a tile of 64 keys at a time, each warp 16 of them, two a thread: keys g and g + 8, with g = lane / 4 (of OCP rows
+// key_of_quad(g) in place of g; where values and probabilities of a key lie in shared memory goes by g). A warp
 // fetches its own rows, and waits only for them. Of a row, lane q = lane % 4 of a quad has 16 bytes of each panel of 128 values.
 //
 //   cache row -> registers -> e5m2 ----> A registers of wgmma: scores^T [64 keys, 16 rows hi | lo]
@@ -11,7 +12,8 @@
 //
 // Exponents. With e the reference exponent of a key's row less 140 (127 is the bias of E8M0, 13 that of the expansion),
 //     score s = 2^e * products,   probability for the values P = 2^(s + e - m),   for the denominator 2^(s - m - 30)
-// so the values need no scaling by e. 30 centres what fp32 can hold: rows of any exponent up to 216 can be mixed with rows of zeros.
+// so the values need no scaling by e. 30 centres what fp32 can hold: rows of any exponent up to 216 can be mixed with rows of zeros. With OCP
+// scales it is 11: there exponents go from 26 up to 254, and a sum must neither overflow at the lower end nor lose its terms at the upper.
 //
 // The reference m is one for the whole block and rises only where a score exceeds it by 8 (P is f16, exact to 2^8 times that), so
 // nearly always a tile needs no maximum over its keys. With several groups it is handed from tile to tile, from group to group, in order.
@@ -20,33 +22,22 @@
 // that matter, has all its scores computed again, by f16 products from the values just stored, with fp32 sums.
 #pragma once
 #include "query.cuh"
+#include "scales.cuh"
 #include "schedule.cuh"
 
 constexpr float HEADROOM = 8.f;
-constexpr float DENOMINATOR_SHIFT = 30.f;
+constexpr float DENOMINATOR_SHIFT = ROWS_ARE_OCP ? 11.f : 30.f;
+constexpr float DENOMINATOR_UNIT = ROWS_ARE_OCP ? 0x1p-11f : 0x1p-30f;  // 2^-shift
 constexpr float ROUGH_SCORE = 12.f;  // above, fp8 sums are too rough: 14 bits leave an error of about 1e-3 of a score
 constexpr float FAR_BELOW = 24.f;    // a key so far below the reference does not matter
-constexpr int EXPANSION = 13;  // e5m2 numbers are the values times 2^13: a deficit of 26 still leaves 0.5 a normal number
 
-// e5m2 bytes of 2^13 times 0, 0.5, 1, 1.5 and 2, 3, 4, 6
-__device__ constexpr u32 E5M2(int exponent, int half) { return (u32)((EXPANSION + 15 + exponent) * 4 + 2 * half); }
-constexpr u32 SMALL = E5M2(-1, 0) << 8 | E5M2(0, 0) << 16 | E5M2(0, 1) << 24;
-constexpr u32 LARGE = E5M2(1, 0) | E5M2(1, 1) << 8 | E5M2(2, 0) << 16 | E5M2(2, 1) << 24;
-static_assert(EXPANSION + 15 - 1 > MAX_DEFICIT, "0.5 with the largest deficit is a normal number");
-static_assert(EXPONENT_AT == DEFICITS_AT + 18, "one word has the rope deficits and the reference exponent");
-static_assert(DEFICIT_UNIT == 4, "stored deficits are subtracted from e5m2 exponents as they are");
-
-// The magnitudes of a block, by code: the exponents less its deficit. 0 stays 0.
-struct Magnitudes {
-  u32 small, large;
-  DEVICE explicit Magnitudes(u32 deficit) : small(SMALL - deficit * 0x01010100u), large(LARGE - deficit * 0x01010101u) {}
-};
-
-// Eight values of a word as e5m2 with signs, 0..3 and 4..7: seven instructions.
+// Eight values of a word as e5m2 with signs, 0..3 and 4..7: seven instructions where the format has put the signs in place, nine of OCP.
 DEVICE void expand(u32 word, const Magnitudes& m, u32& low, u32& high) {
-  const u32 codes = word & 0x77777777u;
-  low = permute(m.small, m.large, codes) | (word & 0x80808080u);
-  high = permute(m.small, m.large, codes >> 16) | ((word << 4) & 0x80808080u);
+  const u32 codes = word & 0x77777777u, shifted = word << 4;
+  const u32 low_signs = ROWS_ARE_OCP ? permute(shifted, word, 0x5140) : word;  // at the tops of bytes
+  const u32 high_signs = ROWS_ARE_OCP ? permute(shifted, word, 0x7362) : shifted;
+  low = permute(m.small, m.large, codes) | (low_signs & 0x80808080u);
+  high = permute(m.small, m.large, codes >> 16) | (high_signs & 0x80808080u);
 }
 
 // -- fetching rows ----------------------------------------------------------------------------------------------------------
@@ -63,22 +54,39 @@ DEVICE int page_id(const Arguments& a, const Segment& s, int tile, int warp) {
   return a.ids[s.first_id + a.by_page_size(token)];
 }
 
-// Start copying this warp's rows of a tile. Rows past the end are not read, and keep what they held.
+// Start copying this warp's rows of a tile, and the scales of the OCP format. Rows past the end are not read, and keep what they held.
 DEVICE void fetch_rows(const Arguments& a, const Segment& s, int tile, int warp, int id, u32 slot, u32 arrived) {
   const int lane = lane_index(), token = fetched_token(a, tile, warp);
   const int rows = min(max(s.kv_len - (tile * KEYS + 16 * warp), 0), 16);
-  const u8* from = a.cache;
-  if (a.kind == CONTIGUOUS)
+  const u8 *from = a.cache, *scales = a.scales;
+  if (a.kind == CONTIGUOUS) {
     from += (s.first_id + token) * a.token_stride;
-  else
-    from += id * a.page_stride + (token - a.by_page_size(token) * a.page_size) * a.token_stride;
-  if (lane == 0) barrier_arrive_expecting(arrived, rows * ROW_BYTES);
+    if (ROWS_ARE_OCP) scales += (s.first_id + token) * a.scale_token_stride;
+  } else {
+    const int in_page = token - a.by_page_size(token) * a.page_size;
+    from += (i64)id * a.page_stride + (i64)in_page * a.token_stride;
+    if (ROWS_ARE_OCP) scales += (i64)id * a.scale_page_stride + (i64)in_page * a.scale_token_stride;
+  }
+  if (ROWS_ARE_OCP && a.whole_scales) {  // then the rows are one piece too
+    if (lane == 0) {
+      const u32 bytes = rows > 0 ? scale_bytes((rows - 1) * a.scale_token_stride) : 0;
+      barrier_arrive_expecting(arrived, rows * ROW_BYTES + bytes);
+      if (rows > 0) {
+        copy_to_shared(slot, from, rows * ROW_BYTES, arrived);
+        copy_to_shared(slot + SCALES_AT, scales, bytes, arrived);
+      }
+    }
+    return;
+  }
+  const LoneScales piece(a, scales, rows);
+  if (lane == 0) barrier_arrive_expecting(arrived, rows * ROW_BYTES + piece.bytes_of_warp);
   if (a.whole_slots) {
     if (lane == 0 && rows > 0) copy_to_shared(slot, from, rows * ROW_BYTES, arrived);
   } else {
     __syncwarp();
     if (lane < rows) copy_to_shared(slot + lane * ROW_BYTES, from, ROW_BYTES, arrived);
   }
+  piece.start(rows, slot, arrived);
 }
 
 // -- scoring ------------------------------------------------------------------------------------------------------------------
@@ -118,7 +126,8 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
   const int lane = lane_index(), g = lane >> 2, q = lane & 3;
   const int warp = warp_index() & 3, group = warp_index() >> 2;
   const u32 slot = shared + AT_RAW + (4 * group + warp) * SLOT_BYTES, arrived = shared + RAW_ARRIVED + 8 * (4 * group + warp);
-  const u32 row = slot + g * ROW_BYTES;  // of key g; that of key g + 8 follows
+  const int key = 16 * warp + key_of_quad(g);  // of a tile; the other of this lane is key + 8
+  const u32 row = slot + key_of_quad(g) * ROW_BYTES;
   // chunk c = 2 word + half of a value row lies at chunk c ^ (key % 8); adding 4 q picks this lane's four values
   const u32 value_at = shared + AT_V + (16 * warp + g) * 128 + (g << 4) + 4 * q;
   const u32 probability_at = shared + AT_P + ((lane & 7) + 8 * (lane >> 4)) * 128 + (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
@@ -142,41 +151,41 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
       for (int j = 0; j < 4; j++) m[j] = NO_REFERENCE, sum[j] = 0.f;
       const int seen_by_all = load_u32(shared + AT_LIMITS);
 
-      u32 deficits[2], heads[2];  // latent block deficits of panels 0..3; rope deficits and the reference exponent
+      BlockScales scales;
       uint4 words[4][2];          // of panels and keys
       uint2 rope_words[2];
       bool have_front = false;
       const auto load_front = [&] {
-#pragma unroll
-        for (int h = 0; h < 2; h++) deficits[h] = load_u32(row + h * 8 * ROW_BYTES + DEFICITS_AT + 4 * q);
+        scales.load_front(a, slot, key_of_quad(g), q);
 #pragma unroll
         for (int p = 0; p < 2; p++)
 #pragma unroll
           for (int h = 0; h < 2; h++) words[p][h] = load_u32x4(row + h * 8 * ROW_BYTES + p * 64 + q * 16);
       };
-
-#pragma unroll 1
-      for (int i = s.lo + group; i < s.hi; i += GROUPS) {
-        const int n = tiles_before + i - s.lo, stage = n % STAGES;
-        if (!have_front) {
-          barrier_wait(arrived, raw_parity);
-          raw_parity ^= 1;
-          load_front();
-        }
+      const auto load_back = [&] {
 #pragma unroll
         for (int p = 2; p < 4; p++)
 #pragma unroll
           for (int h = 0; h < 2; h++) words[p][h] = load_u32x4(row + h * 8 * ROW_BYTES + p * 64 + q * 16);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          rope_words[h] = load_u32x2(row + h * 8 * ROW_BYTES + LATENT / 2 + q * 8);
-          heads[h] = load_u32(row + h * 8 * ROW_BYTES + DEFICITS_AT + 16);
+        for (int h = 0; h < 2; h++) rope_words[h] = load_u32x2(row + h * 8 * ROW_BYTES + LATENT / 2 + q * 8);
+        scales.load_back(slot, key_of_quad(g));
+      };
+
+#pragma unroll 1
+      for (int i = s.lo + group; i < s.hi; i += GROUPS) {
+        const u32 n = tiles_before + i - s.lo, stage = n % STAGES;
+        if (!have_front) {
+          barrier_wait(arrived, raw_parity);
+          raw_parity ^= 1;
+          load_front();
         }
+        if (!ROWS_ARE_OCP) load_back();
         if (i * KEYS + KEYS > s.kv_len) {
-          // A row past the end holds anything: with deficit 0 every code stands for something finite, and its probability is 0.
+          // A row past the end holds anything: its values must be finite, since its probability is 0.
 #pragma unroll
           for (int h = 0; h < 2; h++)
-            if (i * KEYS + 16 * warp + g + 8 * h >= s.kv_len) deficits[h] = heads[h] = 0;
+            if (i * KEYS + key + 8 * h >= s.kv_len) scales.forget(h);
         }
         barrier_wait(shared + STAGE_EMPTY + 8 * stage, (n / STAGES & 1) ^ 1);
 
@@ -186,13 +195,14 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
 #pragma unroll
         for (int p = 0; p < 4; p++) {
           if (p == 1) {
+            if (ROWS_ARE_OCP) load_back();  // this late, or registers do not suffice
             __syncwarp();  // the whole slot is in registers
             if (i + GROUPS < s.hi) {
               fetch_rows(a, s, i + GROUPS, warp, id, slot, arrived);
               id = page_id(a, s, i + 2 * GROUPS, warp);
             }
           }
-          const Magnitudes first(permute(deficits[0], 0, 0x4440 | p)), second(permute(deficits[1], 0, 0x4440 | p));
+          const Magnitudes first = scales.latent(p, 0), second = scales.latent(p, 1);
 #pragma unroll
           for (int j = 0; j < 4; j++) {
             u32 x[4];
@@ -211,7 +221,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
         }
         {
           u32 x[2][4];
-          const Magnitudes first(permute(heads[0], 0, 0x4440 | (q >> 1))), second(permute(heads[1], 0, 0x4440 | (q >> 1)));
+          const Magnitudes first = scales.rope(0, q), second = scales.rope(1, q);
           expand(rope_words[0].x, first, x[0][0], x[0][2]);
           expand(rope_words[1].x, second, x[0][1], x[0][3]);
           expand(rope_words[0].y, first, x[1][0], x[1][2]);
@@ -222,12 +232,12 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
           products_commit();
         }
 
-        float e[2], factor[2];
+        float e[2], factor[2], rope_factor[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const u32 byte = permute(heads[h], 0, 0x4442);
-          e[h] = byte == 255 ? __int_as_float(0x7FC00000) : (float)(int)byte - (127.f + EXPANSION);
-          factor[h] = exp2_fast(e[h]);
+          e[h] = scales.exponent(h);
+          factor[h] = scales.factor(h, e[h]);
+          rope_factor[h] = scales.rope_factor(h, e[h]);
         }
         float scale[2][4];
 #pragma unroll
@@ -247,7 +257,8 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           const int h = k >> 1 & 1, j = (k >> 2) * 2 + (k & 1);
-          score[k] = fmaf(fmaf(rope[8 + k], 0.0625f, rope[k]), scale[1][j], fmaf(latent[8 + k], 0.0625f, latent[k]) * scale[0][j]) * factor[h];
+          score[k] = join_score(fmaf(latent[8 + k], 0.0625f, latent[k]), fmaf(rope[8 + k], 0.0625f, rope[k]), scale[0][j], scale[1][j], factor[h],
+                                rope_factor[h]);
           precise_enough &= !(fabsf(score[k]) > ROUGH_SCORE && (HAS_CAP || score[k] + e[h] > m[j] - FAR_BELOW));
         }
         if (__builtin_expect(!__all_sync(~0u, precise_enough), 0)) {
@@ -265,7 +276,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
               const u32 query_row = shared + AT_Q + p * Q_PANEL + g * 128 + 4 * q;
               add_precisely(all, x, query_row, query_row + 8 * 128, j * 32, g << 4, 16 * 128);
             }
-          const Magnitudes first(permute(heads[0], 0, 0x4440 | (q >> 1))), second(permute(heads[1], 0, 0x4440 | (q >> 1)));
+          const Magnitudes first = scales.rope(0, q), second = scales.rope(1, q);
           const u32 query_row = shared + AT_Q_ROPE + g * 64 + 4 * q;
 #pragma unroll
           for (int j = 0; j < 2; j++) {
@@ -277,7 +288,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
 #pragma unroll
           for (int k = 0; k < 8; k++) {
             const int h = k >> 1 & 1, j = (k >> 2) * 2 + (k & 1);
-            score[k] = fmaf(rope_only[k], scale[1][j], all[k] * scale[0][j]) * factor[h];
+            score[k] = join_score(all[k], rope_only[k], scale[0][j], scale[1][j], factor[h], rope_factor[h]);
           }
         }
 #pragma unroll
@@ -290,7 +301,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
           const int limit[4] = {(int)low.x, (int)low.y, (int)high.x, (int)high.y};
 #pragma unroll
           for (int k = 0; k < 8; k++)
-            if (i * KEYS + 16 * warp + g + 8 * (k >> 1 & 1) >= limit[(k >> 2) * 2 + (k & 1)]) score[k] = v[k] = MASKED;
+            if (i * KEYS + key + 8 * (k >> 1 & 1) >= limit[(k >> 2) * 2 + (k & 1)]) score[k] = v[k] = MASKED;
         }
         float top[4];
 #pragma unroll

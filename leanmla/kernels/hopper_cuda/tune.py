@@ -24,15 +24,16 @@ from ...reference import mla_decode_reference
 from ...testing.cases import DecodeCase
 from ...testing.compare import compare
 from ...testing.inputs import make_inputs
+from .compiler import FORMATS
 from .launch_configs import ARRANGEMENTS, FEW_TILES, using
 
 __all__ = ["CASES", "SCHEMA", "check", "main", "table", "timed"]
 
 SCHEMA = "leanmla-hopper-cuda-tune/1"
-FORMAT, BACKEND = "mxfp4_row320", "hopper_cuda"
+BACKEND = "hopper_cuda"
 #: What can go wrong: pieces of several sequences and the reverse, masks, causal rows, small pages, large logits, many parts, all row tiles.
 CASES: tuple[DecodeCase, ...] = tuple(
-    case.replace(format=FORMAT)
+    case.replace(format=FORMATS[0])
     for case in (
         DecodeCase((64,)),
         DecodeCase((17, 130, 64, 0), q_lens=3),
@@ -75,7 +76,7 @@ def check(case: DecodeCase, device: str, calls: int = 3) -> str:
     return ""
 
 
-def _checked(names: list[str], device: str) -> dict[str, list[str]]:
+def _checked(names: list[str], fmt: str, device: str) -> dict[str, list[str]]:
     """Name -> what is wrong."""
     wrong: dict[str, list[str]] = {}
     for name in names:
@@ -83,7 +84,7 @@ def _checked(names: list[str], device: str) -> dict[str, list[str]]:
         for case in CASES:
             with using(name):
                 try:
-                    message = check(case, device)
+                    message = check(case.replace(format=fmt), device)
                 except LeanMLAError as error:
                     message = str(error)
             if message:
@@ -92,12 +93,12 @@ def _checked(names: list[str], device: str) -> dict[str, list[str]]:
     return wrong
 
 
-def _contender(name: str) -> measure.Contender:
+def _contender(name: str, fmt: str) -> measure.Contender:
     """An arrangement as something that ``leanmla bench`` can time beside others, on the same copies and in turns with them."""
 
     def prepare(copies: list[data.Copy]) -> list[Callable[[], torch.Tensor]]:
         with using(name):
-            plan = measure.plan_for(copies[0].case, FORMAT, copies[0].q.device, BACKEND)
+            plan = measure.plan_for(copies[0].case, fmt, copies[0].q.device, BACKEND)
 
         def call_of(copy: data.Copy) -> Callable[[], torch.Tensor]:
             def call() -> torch.Tensor:
@@ -109,16 +110,16 @@ def _contender(name: str) -> measure.Contender:
 
         return [call_of(copy) for copy in copies]
 
-    return measure.Contender(FORMAT, peer=Peer(name, ("cuda", "cpu"), FORMAT, "torch", lambda case: None, prepare))
+    return measure.Contender(fmt, peer=Peer(name, ("cuda", "cpu"), fmt, "torch", lambda case: None, prepare))
 
 
-def timed(names: list[str], grid: list[cases.BenchCase], rounds: int, device: str) -> list[dict]:
+def timed(names: list[str], fmt: str, grid: list[cases.BenchCase], rounds: int, device: str) -> list[dict]:
     """Every case ``rounds`` times with all arrangements in turns; documents of ``leanmla.bench.measure.Measurement`` with the round."""
     pool = data.LatentPool(torch.device(device))
     found = []
     for case in grid:
         for turn in range(rounds):
-            for result in measure.measure_case(case, [_contender(name) for name in names], pool):
+            for result in measure.measure_case(case, [_contender(name, fmt) for name in names], pool):
                 if result.status == "ok" and not result.relative_error <= measure.MAX_RELATIVE_ERROR:
                     result.status, result.message = "wrong", f"relative error {result.relative_error:.2g}"
                 found.append({"round": turn, **result.document()})
@@ -151,6 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check, time, print, write; 1 if an arrangement is wrong, 2 where the kernel cannot run."""
     parser = argparse.ArgumentParser(prog="python -m leanmla.kernels.hopper_cuda.tune", description="Check and time the arrangements.")
     parser.add_argument("names", nargs="*", metavar="arrangement", help=f"of {', '.join(ARRANGEMENTS)} (default: all)")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=f"of the cache (default: {FORMATS[0]})")
     parser.add_argument("--rounds", type=int, default=2, help="times each case is timed (default: 2)")
     parser.add_argument("--check-only", action="store_true", help="do not time")
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -163,20 +165,20 @@ def main(argv: list[str] | None = None) -> int:
             results.check_writable(options.json)
         for name in names:
             with using(name):
-                reason = why_not(BACKEND, data.problem_of(grid[0], FORMAT), describe(device))
+                reason = why_not(BACKEND, data.problem_of(grid[0], options.format), describe(device))
             if reason is not None:
                 raise BackendUnavailable(f"backend='{BACKEND}' cannot run this: {reason}.")
     except LeanMLAError as error:
         print(error)
         return 2
-    print(f"{describe(device).name}, torch {torch.__version__}; two groups up to {FEW_TILES} tiles a multiprocessor")
-    wrong = _checked(names, device)
+    print(f"{describe(device).name}, torch {torch.__version__}, {options.format}; two groups up to {FEW_TILES} tiles a multiprocessor")
+    wrong = _checked(names, options.format, device)
     right = [name for name in names if not wrong[name]]
-    found = timed(right, grid, options.rounds, device) if right and not options.check_only else []
+    found = timed(right, options.format, grid, options.rounds, device) if right and not options.check_only else []
     if found:
         print(table(right, grid, found))
     if options.json is not None:
-        document = {"schema": SCHEMA, "environment": environment.environment(device), "wrong": wrong, "results": found}
+        document = {"schema": SCHEMA, "format": options.format, "environment": environment.environment(device), "wrong": wrong, "results": found}
         results.write_json(options.json, document)
     return 1 if any(wrong.values()) else 0
 

@@ -91,7 +91,7 @@ DEVICE void sum_segments(const Arguments& a, const Piece& piece, u32 shared, int
           total += part * exp2_fast(reference[k] - m);
         }
         // a row without keys: 0 and -inf; NaN stays NaN
-        inverse[j] = total == 0.f ? 0.f : reciprocal(total) * 0x1p-30f;
+        inverse[j] = total == 0.f ? 0.f : reciprocal(total) * DENOMINATOR_UNIT;
         lse[j] = total == 0.f ? MASKED : m + DENOMINATOR_SHIFT + log2_fast(total);
       }
       __syncwarp();

@@ -8,7 +8,7 @@ namespace {
 const Arguments* arguments;
 
 void enter() {
-  decode_mxfp4_row320(*arguments);
+  decode_mxfp4(*arguments);
   emulator::current->done = true;
   _longjmp(emulator::scheduler, 1);
 }

@@ -246,6 +246,18 @@ inline bool __all_sync(u32, u32 x) {
   emulator::meet(w, 32, [] {});
   return r;
 }
+inline u32 __ballot_sync(u32, bool x) {
+  emulator::Collective& w = emulator::warp();
+  w.in[emulator::lane()] = x;
+  emulator::meet(w, 32, [&] {
+    w.last_any = 0;
+    for (u32 l = 0; l < 32; l++) w.last_any |= (u32)w.in[l] << l;
+  });
+  const u32 r = w.last_any;
+  emulator::meet(w, 32, [] {});
+  return r;
+}
+inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline void __syncwarp() { emulator::meet(emulator::warp(), 32, [] {}); }
 inline int __clz(int x) { return x ? __builtin_clz((u32)x) : 32; }
 inline u32 __float_as_uint(float x) { u32 r; memcpy(&r, &x, 4); return r; }
@@ -255,6 +267,7 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline u32 __cvta_generic_to_shared(const void*) { return 16; }  // not a multiple of 1024: the kernel must align
 inline u8 shared_memory[16];
 
+inline u32 load_u8(u32 at) { return emulator::read<u8>(at); }
 inline u32 load_u32(u32 at) { return emulator::read<u32>(at); }
 inline uint2 load_u32x2(u32 at) { return emulator::read<uint2>(at); }
 inline uint4 load_u32x4(u32 at) { return emulator::read<uint4>(at); }
@@ -365,6 +378,11 @@ inline u32 permute(u32 low, u32 high, u32 selectors) {
     r |= b << 8 * i;
   }
   return r;
+}
+inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+inline u32 add_max_s16x2(u32 a, u32 b, u32 c) {
+  const auto one = [](u32 x, u32 y, u32 z) { return (u32)(u16)max((int)(int16_t)(x + y), (int)(int16_t)z); };
+  return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;
 }
 inline float as_float(u32 x) { return __uint_as_float(x); }
 

@@ -1,4 +1,5 @@
-// MLA decode over an mxfp4_row320 cache on sm_90: 16 (query token, head) rows a block, keys and values in 4 bits until they are in registers.
+// MLA decode over an mxfp4 or mxfp4_row320 cache on sm_90: 16 (query token, head) rows a block, keys and values in 4 bits until they are in
+// registers. ROWS_ARE_OCP says which of the two formats.
 //
 // grid: workers * row tiles (balanced), or sequences * splits * row tiles; row tiles of a worker are neighbours, so that they share what
 // they read through L2. BLOCKS_PER_SM blocks an SM, each:
@@ -8,9 +9,10 @@
 //
 // How many of what: launch_configs.py, with the measurements. Values and probabilities go through a ring of STAGES tiles.
 //
-// What a cache row holds: leanmla/formats/mxfp4_row320.py. NaN: byte 306 of 255 makes a key's scores NaN.
+// What a cache row holds: leanmla/formats/mxfp4.py and mxfp4_row320.py. NaN: a scale byte (byte 306) of 255 makes a key's scores NaN.
 #include "layout.cuh"
 #include "query.cuh"
+#include "scales.cuh"
 #include "schedule.cuh"
 #include "scores.cuh"
 #include "values.cuh"
@@ -33,7 +35,7 @@ DEVICE void prefetch_guess(const Arguments& a, int worker, int row_tile) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp4_row320(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_mxfp4(const __grid_constant__ Arguments a) {
   extern __shared__ u8 shared_memory[];
   const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;
   const int warp = warp_index(), lane = lane_index(), row_tile = blockIdx.x % a.tiles, worker = blockIdx.x / a.tiles;
