@@ -19,6 +19,7 @@ As in ``decode_bf16_sm90`` the operands are swapped, S^T = K Q^T and O^T += V^T 
   added to fp32 accumulators, since fp8 wgmma keeps too few bits over a long sum.
 * ROWS >= 32: registers for that are not there. V is widened to fp16 after the load (exact), P is fp16 and the tensor
   cores accumulate in fp32 directly.
+* ROWS = 64: three roles, see ``decode_fp8_wide_sm90``.
 
 Two blocks an SM for ROWS = 16: while one is in its softmax the other keeps the tensor cores and the memory busy.
 """
@@ -31,7 +32,6 @@ from .decode_fp8_wide_sm90 import scorer, summer
 from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
 from .fp8_operands import byte_pairs_f16, interleave, load_query, ready, round_e4m3, score_part, sum_terms, widen
 from .gluon_names import (
-    BlockedLayout,
     DistributedLinearLayout,
     DotOperandLayout,
     NVMMADistributedLayout,
@@ -49,7 +49,7 @@ from .gluon_names import (
     warpgroup_mma_wait,
 )
 from .launch import HopperLaunch
-from .loader import clear_hidden, clear_rows, loader, prefetch_rows, uniform, warm_up
+from .loader import clear_hidden, loader, prefetch_rows, uniform, warm_up
 from .pages import BLOCK, Pages
 from .reduction import column_of, counter_of, meet, store_columns
 from .roles import handover
@@ -168,7 +168,7 @@ def _mathematician(
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, FP8_P: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Scores, softmax, values and the way out, segment after segment."""
+    """Scores, softmax, values and the way out, segment after segment, for ROWS = 16 and 32."""
     GROUPS: gl.constexpr = NUM_WARPS // 4
     S2: gl.constexpr = NVMMADistributedLayout([3, 0], [4, GROUPS], [16, 2 * ROWS // GROUPS, 32])
     S: gl.constexpr = NVMMADistributedLayout([3, 0], [4, GROUPS], [16, ROWS // GROUPS, 32])
@@ -339,7 +339,7 @@ def decode_fp8(
     GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """See the top of this file. Launch with ``num_warps`` = 4 for ROWS = 16 and 8 above."""
+    """See the top of this file. Launch with ``num_warps`` = 4 for ROWS = 16, 8 for 32 and 8, the summer's, for 64."""
     K: gl.constexpr = NVMMASharedLayout(128, 8, 2)
     R: gl.constexpr = NVMMASharedLayout(64, 8, 2)
     PANEL: gl.constexpr = NVMMASharedLayout(128, 8, 3)

@@ -16,9 +16,9 @@ import torch
 
 from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
-from .fp8_operands import interleave, round_e4m3, row_factor, score_part, sum_terms, widen
 from .decode_mxfp4_sm90 import power_factor, weights
 from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
+from .fp8_operands import interleave, round_e4m3, row_factor, score_part, sum_terms, widen
 from .gluon_names import (
     BlockedLayout,
     DistributedLinearLayout,

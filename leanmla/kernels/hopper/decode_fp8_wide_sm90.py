@@ -3,7 +3,7 @@
     loader (1 or 4 warps) | scorer (1 warpgroup)            | summer (2 warpgroups, 128 of the 256 pairs of values each)
     ----------------------+---------------------------------+-----------------------------------------------------------
     tile i+3:             | wait full[s]                    | wait for P^T; O^T = alpha O^T where it must
-    wait empty[s]         | S^T = K [hi | lo]^T             | 16 keys at a time: byte pairs to registers, to fp16,
+    wait empty[s]         | S^T = K (lo + hi)^T             | 16 keys at a time: byte pairs to registers, to fp16,
     and fetch             | weights; wait until P is free   | O^T += V^T P^T
                           | P^T (and alpha) to shared memory| arrive empty[s] once the last are in registers; P is free
 
@@ -11,14 +11,17 @@ As in ``decode_bf16_wide_sm90`` weights are 2^(score - reference), and reference
 lies more than LEEWAY above its row's. Here P is fp16: a reference is put HEADROOM below the largest score, so that weights reach
 from 2^LEEWAY = 2^15, within fp16, down to the 2^-14 where fp16 begins to lose bits: 2^21 below the largest at the least.
 
-Every tile takes the tensor cores 18 x 64 cycles for the scores (n = 128: both terms of 64 rows) and 32 x 32 for the values;
-36864 bytes take about 2000 at an SM's share of the memory.
+Every tile takes the tensor cores 36 x 32 cycles for the scores, whether n = 128 holds both terms of 64 rows or, as here, n = 64 one
+after the other. One accumulator for both takes half the registers, so rope and latent part can be in flight together. Values take
+32 x 32 cycles and 36864 bytes about 2000 at an SM's share of the memory.
 
-Registers: O^T is 128 a thread of the summer, values of 16 keys in fp16 16, their bytes 8; of the scorer S^T in two terms is 64, the
-rope part's scores 32, references and denominators (sums of key pairs) 16 each. The factors of the rows are read anew every tile.
+Registers: O^T is 128 a thread of the summer, operands of the products in flight 16 and 4 of bytes; ptxas puts a wait behind every
+product if it has fewer than 176. Of the scorer's 120, S^T takes 32, the rope part's scores 32, references and denominators (sums of
+key pairs) 16 each. The factors of the rows are read anew every tile.
+Shared memory: three stages 108 KiB, the query 72 KiB, P^T 8 KiB.
 """
 
-from .decode_bf16_wide_sm90 import NOTHING, pairs_layout
+from .decode_bf16_wide_sm90 import NOTHING, _pair_sums, pairs_layout
 from .dependent_launch import let_kernel_after_begin
 from .fp8_operands import byte_pairs_f16, interleave, load_query, ready
 from .gluon_names import (
@@ -71,14 +74,6 @@ def _scores(latent, rope, q_latent, q_rope, row_scale, rope_scale, stage, zero, 
     r, x = warpgroup_mma_wait(0, deps=[r, x])
     r = r * (rope_scale.load(SliceLayout(0, S)) * scale)[None, :]
     return x * (row_scale.load(SliceLayout(0, S)) * scale)[None, :] + r
-
-
-@gluon.jit
-def _pair_sums(p, PAIRS: gl.constexpr):
-    """Sums of the two keys that a thread holds of a row: half as many registers as the keys."""
-    ROWS: gl.constexpr = p.shape[1]
-    a, b = gl.split(gl.permute(gl.reshape(p, [BLOCK // 16, 2, 8, ROWS]), (0, 2, 3, 1)))
-    return gl.convert_layout(gl.reshape(a + b, [BLOCK // 2, ROWS]), PAIRS, assert_trivial=True)
 
 
 @gluon.jit

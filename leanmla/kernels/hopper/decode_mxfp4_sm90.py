@@ -34,8 +34,8 @@ import torch
 from ...errors import InvalidArgument
 from ...problem import DecodeArgs
 from .arguments import NOT_SPECIALISED, cache_view, constants, tensors
-from .fp8_operands import round_e4m3, row_factor, score_part, sum_terms
 from .dependent_launch import let_kernel_after_begin, wait_for_kernel_before
+from .fp8_operands import round_e4m3, row_factor, score_part, sum_terms
 from .gluon_names import (
     BlockedLayout,
     DistributedLinearLayout,
