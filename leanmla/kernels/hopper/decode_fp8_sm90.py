@@ -194,12 +194,12 @@ def _mathematician(
         first_row = tile * ROWS + gl.minimum(kv_len, 0)
         rows = gl.minimum(q_count * HEADS - first_row, ROWS)
         if rows > 0:
-            load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS, GROUPS)
+            load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, scale, q_first, first_row, rows, HEADS, ROWS, GROUPS)
             fence_async_shared()
             if MODE == 0 and not pages.RAGGED_Q and follow < piece.end:
                 prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_first + q_count, first_row, rows, HEADS, ROWS)
-            row_scale = q_scale.load(SliceLayout(0, S)) * scale
-            rope_scale = q_scale_rope.load(SliceLayout(0, S)) * scale
+            row_scale = q_scale.load(SliceLayout(0, S))
+            rope_scale = q_scale_rope.load(SliceLayout(0, S))
             limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len, CAUSAL)
             # keys that every row of the tile sees
             shared_keys = kv_len
@@ -406,7 +406,7 @@ def decode_fp8(
         gl.warp_specialize(
             [
                 (summer, (
-                    q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_ready,
+                    q_ptr, q_stride_token, q_stride_head, kv_scale, sm_scale, q_latent, q_rope, q_scale, q_scale_rope, q_ready,
                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
                     latent, p_hi, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
                     HEADS, ROWS, STAGES, MODE, WRITE_LSE)),

@@ -67,13 +67,12 @@ def _products(keys, q, S: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(latent, rope, q_latent, q_rope, row_scale, rope_scale, stage, zero, scale, S: gl.constexpr, ROWS: gl.constexpr):
+def _scores(latent, rope, q_latent, q_rope, row_scale, rope_scale, stage, zero, S: gl.constexpr, ROWS: gl.constexpr):
     """Base-2 scores S^T = K Q^T of a tile that has arrived: rope and latent part apart, as they are scaled differently."""
     r = _products(rope.index(stage), q_rope.index(zero), S, ROWS)
     x = _products(latent.index(stage), q_latent.index(zero), S, ROWS)
     r, x = warpgroup_mma_wait(0, deps=[r, x])
-    r = r * (rope_scale.load(SliceLayout(0, S)) * scale)[None, :]
-    return x * (row_scale.load(SliceLayout(0, S)) * scale)[None, :] + r
+    return x * row_scale.load(SliceLayout(0, S))[None, :] + r * rope_scale.load(SliceLayout(0, S))[None, :]
 
 
 @gluon.jit
@@ -101,7 +100,6 @@ def scorer(
     S: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 32])
     PAIRS: gl.constexpr = pairs_layout(ROWS)
     ONE: gl.constexpr = BlockedLayout([1], [32], [gl.num_warps()], [0])
-    scale = sm_scale * LOG2E * kv_scale
     b = piece.b
     at = piece.start
     base = piece.base
@@ -118,7 +116,7 @@ def scorer(
             if b == piece.b:
                 mbarrier.wait(q_ready, 0)
             else:
-                load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS, 1)
+                load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, sm_scale * LOG2E * kv_scale, q_first, first_row, rows, HEADS, ROWS, 1)
                 fence_async_shared()
             if MODE == 0 and not pages.RAGGED_Q and follow < piece.end:
                 prefetch_rows(q_ptr, q_stride_token, q_stride_head, q_first + q_count, first_row, rows, HEADS, ROWS)
@@ -131,7 +129,7 @@ def scorer(
             for i in range(lo, hi):
                 stage = ready(latent, full, used, i, kv_len, STAGES, GATHER)
                 zero = uniform(gl.minimum(i, 0))  # i >= 0: keeps the query's 18 descriptors out of vector registers
-                x = _scores(latent, rope, q_latent, q_rope, q_scale, q_scale_rope, stage, zero, scale, S, ROWS)
+                x = _scores(latent, rope, q_latent, q_rope, q_scale, q_scale_rope, stage, zero, S, ROWS)
                 # i is never negative: limits are worked out where the tile needs them, not kept
                 limit = row_limits(gl.arange(0, ROWS, SliceLayout(0, S)), first_row, HEADS, q_count, kv_len + gl.minimum(i, 0), CAUSAL)
                 x = visible_scores(x, i, limit, shared_keys, logit_cap, S, HAS_CAP)
@@ -219,7 +217,7 @@ def _add_values(pairs, p_tile, e0, o0, e1, o1, empty, A: gl.constexpr, V: gl.con
 
 @gluon.jit
 def summer(
-    q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_ready,
+    q_ptr, q_stride_token, q_stride_head, kv_scale, sm_scale, q_latent, q_rope, q_scale, q_scale_rope, q_ready,
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
     latent, p_tile, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
@@ -239,7 +237,7 @@ def summer(
         first_token, tokens = pages.query(b)
         asked = gl.minimum(tokens * HEADS - tile * ROWS, ROWS)
         if asked > 0:
-            load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, first_token, tile * ROWS, asked, HEADS, ROWS, 1)
+            load_query(q_ptr, q_stride_token, q_stride_head, q_latent.index(0), q_rope.index(0), q_scale, q_scale_rope, sm_scale * LOG2E * kv_scale, first_token, tile * ROWS, asked, HEADS, ROWS, 1)
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(q_ready, count=1)

@@ -65,10 +65,10 @@ def row_factor(top):
 
 
 @gluon.jit
-def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows,
+def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, scale, q_first, first_row, rows,
                  HEADS: gl.constexpr, HALF: gl.constexpr, R0: gl.constexpr):  # fmt: skip
     """Query rows R0 .. R0 + 15 of the tile as hi and lo e4m3 terms. The latent and the rope part are scaled apart, since one may be
-    far larger than the other; ``q_scale`` and ``q_scale_rope`` get what undoes it."""
+    far larger than the other; ``q_scale`` and ``q_scale_rope`` get what undoes it, times ``scale``."""
     L: gl.constexpr = BlockedLayout([1, 16], [1, 32], [gl.num_warps(), 1], [1, 0])
     LR: gl.constexpr = BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     HI: gl.constexpr = R0 // HALF * 2 * HALF + R0 % HALF
@@ -83,8 +83,8 @@ def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_
     # A row lies in one warp in both layouts, so its largest magnitudes need shuffles only.
     factor, back = row_factor(gl.max(gl.abs(x), 1))
     factor_r, back_r = row_factor(gl.max(gl.abs(xr), 1))
-    q_scale.slice(R0, 16).store(back)
-    q_scale_rope.slice(R0, 16).store(back_r)
+    q_scale.slice(R0, 16).store(back * scale)
+    q_scale_rope.slice(R0, 16).store(back_r * scale)
     x = x * factor[:, None]
     xr = xr * factor_r[:, None]
     hi = round_e4m3(x)
@@ -96,11 +96,11 @@ def _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_
 
 
 @gluon.jit
-def load_query(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows,
+def load_query(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, scale, q_first, first_row, rows,
             HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
     """Query rows to shared memory in the order [warpgroup][hi, lo][row of the warpgroup]: a warpgroup finds both terms of its rows."""
     for r0 in gl.static_range(0, ROWS, 16):
-        _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, q_first, first_row, rows, HEADS, ROWS // GROUPS, r0)
+        _load_q_rows(q_ptr, stride_token, stride_head, q_latent, q_rope, q_scale, q_scale_rope, scale, q_first, first_row, rows, HEADS, ROWS // GROUPS, r0)
 
 
 @gluon.jit
