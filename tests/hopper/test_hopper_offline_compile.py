@@ -32,7 +32,7 @@ _POINTERS = {
 }  # fmt: skip
 _BASE = {
     "KIND": 0, "PAGE_SIZE": 64, "RAGGED_Q": False, "LENS": 256, "ONE_PASS": True, "MODE": 0, "HEADS": 16, "ROWS": 16, "STAGES": 2,
-    "BOX": 64, "GATHER": False, "CAUSAL": True, "HAS_CAP": False, "WRITE_LSE": True,
+    "BOX": 64, "GATHER": False, "CAUSAL": True, "HAS_CAP": False, "WRITE_LSE": True, "MANY_SPLITS": False,
 }  # fmt: skip
 
 

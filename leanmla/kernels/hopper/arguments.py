@@ -93,5 +93,6 @@ def constants(args: DecodeArgs, launch: HopperLaunch) -> dict[str, object]:
         CAUSAL=problem.causal and problem.max_q_len > 1,
         HAS_CAP=problem.logit_cap > 0.0,
         WRITE_LSE=args.lse is not None,
+        MANY_SPLITS=launch.many_splits,
         launch_pdl=settings.programmatic_launch(),
     )

@@ -121,7 +121,7 @@ def _mathematician(
     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, SPLIT_Q: gl.constexpr, WRITE_LSE: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, SPLIT_Q: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, values and the way out, segment after segment."""
     S: gl.constexpr = NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -192,7 +192,7 @@ def _mathematician(
                 stay = stay * may_wait
                 meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
                      out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
-                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE, MANY_SPLITS)  # fmt: skip
         base = follow
         at = follow
         b += 1
@@ -212,7 +212,7 @@ def decode_bf16(
     workers, splits, tiles, sm_scale, logit_cap, may_wait,
     KIND: gl.constexpr, PAGE_SIZE: gl.constexpr, RAGGED_Q: gl.constexpr, LENS: gl.constexpr, ONE_PASS: gl.constexpr,
     MODE: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, SPLIT_Q: gl.constexpr, WRITE_LSE: gl.constexpr,
+    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, SPLIT_Q: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """See the top of this file. Launch with ``num_warps`` = 4 for ROWS <= 32 and 8, the summer's, for ROWS = 64."""
@@ -282,7 +282,7 @@ def decode_bf16(
                     q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_ready,
                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
                     latent, p_tile, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
-                    HEADS, ROWS, STAGES, PARTS, MODE, WRITE_LSE)),
+                    HEADS, ROWS, STAGES, PARTS, MODE, WRITE_LSE, MANY_SPLITS)),
                 (scorer, (
                     q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, raised, p_handover, votes, closing, end_handover, q_ready, full, empty,
                     pages, piece, tile, sm_scale, logit_cap,
@@ -300,7 +300,7 @@ def decode_bf16(
                     q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
                     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, q_latent, q_rope, q_latent2, q_rope2, p_tile, full, empty,
                     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
-                    HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, SPLIT_Q, WRITE_LSE)),
+                    HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, SPLIT_Q, WRITE_LSE, MANY_SPLITS)),
                 (loader, (
                     desc, desc, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                     HEADS, STAGES, BOX, 64, 1152, GATHER, MODE)),

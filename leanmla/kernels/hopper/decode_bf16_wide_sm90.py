@@ -37,10 +37,8 @@ Shared memory: two stages 144 KiB, the query 72 KiB, P^T 8 KiB; 3 KiB for the ha
 from .dependent_launch import let_kernel_after_begin
 from .gluon_names import (
     BlockedLayout,
-    DistributedLinearLayout,
     NVMMADistributedLayout,
     SliceLayout,
-    constexpr_function,
     fence_async_shared,
     gl,
     gluon,
@@ -53,7 +51,7 @@ from .loader import clear_hidden, clear_rows, prefetch_rows, uniform
 from .pages import BLOCK
 from .reduction import column_of, counter_of, meet, store_columns
 from .schedule import has_work, segment, split_slots
-from .softmax import LOG2E, log2, reciprocal, row_limits, visible_scores
+from .softmax import LOG2E, NOTHING, any_above, log2, pair_sums, pairs_layout, reciprocal, row_limits, visible_scores
 
 __all__ = ["scorer", "summer"]
 
@@ -64,8 +62,6 @@ ROPE = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
 #: How far, in powers of two, a score may lie above the reference of its row before the references follow.
 LEEWAY = gl.constexpr(8.0)
-#: Reference of a row that has seen nothing: a finite one, so that hidden keys, at -inf, weigh nothing.
-NOTHING = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
@@ -115,36 +111,6 @@ def _scores(latent, rope, q_latent, q_rope, full, used, i, kv_len,
     return x
 
 
-@constexpr_function
-def pairs_layout(rows):
-    """[32 key pairs, rows] where the scores' layout holds both keys of a pair, k and k + 8, in a thread."""
-    registers = [[0, 1], *([0, 8 << k] for k in range((rows // 8).bit_length() - 1))]
-    return DistributedLinearLayout(registers, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [BLOCK // 2, rows])
-
-
-@gluon.jit
-def _pair_sums(p, PAIRS: gl.constexpr):
-    """Sums of the two keys that a thread holds of a row: half as many registers as the keys."""
-    ROWS: gl.constexpr = p.shape[1]
-    a, b = gl.split(gl.permute(gl.reshape(p, [BLOCK // 16, 2, 8, ROWS]), (0, 2, 3, 1)))
-    return gl.convert_layout(gl.reshape(a + b, [BLOCK // 2, ROWS]), PAIRS, assert_trivial=True)
-
-
-@gluon.jit
-def _any_above(x, votes):
-    """Whether x exceeds LEEWAY anywhere in a tile of scores' layout: not 0 for all threads, which meet here."""
-    COLUMNS: gl.constexpr = x.shape[1] // 8
-    ALL: gl.constexpr = BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    # [warp, key pair, lane, columns, lane, column pair]: what a thread holds, without its neighbours
-    most = gl.max(gl.max(gl.max(gl.reshape(x, [4, 2, 8, COLUMNS, 4, 2]), 5), 3), 1)
-    vote = gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.reshape((most > LEEWAY).to(gl.int32), [4, 32])], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-    votes.store(gl.permute(vote, (1, 0)))
-    thread_barrier()
-    return gl.max(gl.reshape(votes.slice(0, 1).load(ALL), [4]), 0)
-
-
 @gluon.jit
 def scorer(
     q_ptr, q_stride_token, q_stride_head, latent, rope, q_latent, q_rope, p_tile, alphas, raised, p_handover, votes, closing, end_handover, q_ready, full, empty,
@@ -192,7 +158,7 @@ def scorer(
                 x = visible_scores(x * scale, i, limit, shared_keys, logit_cap, S, HAS_CAP)
                 above = x - ref[None, :]
                 p = gl.exp2(above)
-                above_leeway = _any_above(above, votes)
+                above_leeway = any_above(above, LEEWAY, votes)
                 p_handover.wait_for_room(used)
                 if above_leeway != 0:
                     highest = gl.maximum(ref, gl.max(x, 0))
@@ -210,8 +176,8 @@ def scorer(
                 raised.store(gl.full([1], above_leeway, gl.int32, ONE))
                 fence_async_shared()
                 p_handover.give()
-                den = den + _pair_sums(p, PAIRS)
-                rounded_den = rounded_den + _pair_sums(rounded.to(gl.float32), PAIRS)
+                den = den + pair_sums(p, PAIRS)
+                rounded_den = rounded_den + pair_sums(rounded.to(gl.float32), PAIRS)
                 if not GATHER:
                     mbarrier.arrive(empty.index(used % STAGES * PARTS), count=1)  # the rope panel; all threads have met in give
                 used += 1
@@ -248,7 +214,7 @@ def summer(
     q_ptr, q_stride_token, q_stride_head, q_latent, q_rope, q_ready,
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
     latent, p_tile, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
 ):  # fmt: skip
     """The query of the first segment; weighted sums of the values, and the way out, segment after segment."""
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
@@ -343,7 +309,7 @@ def summer(
                 stay = stay * may_wait
                 meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
                      out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
-                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE, MANY_SPLITS)  # fmt: skip
         base = follow
         at = follow
         b += 1

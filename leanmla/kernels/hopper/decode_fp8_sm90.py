@@ -166,7 +166,7 @@ def _mathematician(
     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, FP8_P: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, FP8_P: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, values and the way out, segment after segment, for ROWS = 16 and 32."""
     GROUPS: gl.constexpr = NUM_WARPS // 4
@@ -315,7 +315,7 @@ def _mathematician(
                 stay = stay * may_wait
                 meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
                      out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
-                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE, MANY_SPLITS)  # fmt: skip
         base = follow
         at = follow
         b += 1
@@ -336,7 +336,7 @@ def decode_fp8(
     workers, splits, tiles, sm_scale, logit_cap, may_wait,
     KIND: gl.constexpr, PAGE_SIZE: gl.constexpr, RAGGED_Q: gl.constexpr, LENS: gl.constexpr, ONE_PASS: gl.constexpr,
     MODE: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr,
+    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """See the top of this file. Launch with ``num_warps`` = 4 for ROWS = 16, 8 for 32 and 8, the summer's, for 64."""
@@ -409,7 +409,7 @@ def decode_fp8(
                     q_ptr, q_stride_token, q_stride_head, kv_scale, sm_scale, q_latent, q_rope, q_scale, q_scale_rope, q_ready,
                     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
                     latent, p_hi, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
-                    HEADS, ROWS, STAGES, MODE, WRITE_LSE)),
+                    HEADS, ROWS, STAGES, MODE, WRITE_LSE, MANY_SPLITS)),
                 (scorer, (
                     q_ptr, q_stride_token, q_stride_head, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, alphas, raised, p_handover, votes,
                     closing, end_handover, q_ready, full, pages, piece, tile, sm_scale, logit_cap,
@@ -427,7 +427,7 @@ def decode_fp8(
                     q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
                     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, kv_scale, latent, rope, q_latent, q_rope, q_scale, q_scale_rope, p_hi, p_lo, full, empty,
                     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
-                    HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, num_warps)),
+                    HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, FP8_P, WRITE_LSE, MANY_SPLITS, num_warps)),
                 (loader, (
                     desc, desc_rope, cache_ptr, page_stride, token_stride, latent_parts, rope_parts, full, empty, warm, counter_ptr, counters, turn, pages, piece, tile * ROWS,
                     HEADS, STAGES, BOX, 128, 576, GATHER, MODE)),

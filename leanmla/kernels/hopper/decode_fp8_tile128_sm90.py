@@ -238,7 +238,7 @@ def _mathematician(
     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, scales, q_latent, q_rope, q_scale, p0, p1, p2, p3, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, MODE: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, values and the way out, segment after segment."""
     S2: gl.constexpr = NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * ROWS, 32])
@@ -391,7 +391,7 @@ def _mathematician(
                 stay = stay * may_wait
                 meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
                      out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
-                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE, MANY_SPLITS)  # fmt: skip
         base = follow
         at = follow
         b += 1
@@ -411,7 +411,7 @@ def decode_fp8_tile128(
     workers, splits, tiles, sm_scale, logit_cap, may_wait,
     KIND: gl.constexpr, PAGE_SIZE: gl.constexpr, RAGGED_Q: gl.constexpr, LENS: gl.constexpr, ONE_PASS: gl.constexpr,
     MODE: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr,
+    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """See the top of this file. Launch with ``num_warps`` = 4."""
@@ -461,7 +461,7 @@ def decode_fp8_tile128(
                 q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
                 part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, latent, rope, scales, q_latent, q_rope, q_scale, p0, p1, p2, p3, full, empty,
                 pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
-                HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, WRITE_LSE)),
+                HEADS, ROWS, STAGES, GATHER, MODE, CAUSAL, HAS_CAP, WRITE_LSE, MANY_SPLITS)),
             (_loader, (
                 desc, desc_scale, cache_ptr, rope_ptr, scale_ptr, page_stride, token_stride, latent_parts, rope_parts, scale_parts, full, empty,
                 counter_ptr, counters, turn, pages, piece, tile * ROWS,

@@ -21,7 +21,6 @@ key pairs) 16 each. The factors of the rows are read anew every tile.
 Shared memory: three stages 108 KiB, the query 72 KiB, P^T 8 KiB.
 """
 
-from .decode_bf16_wide_sm90 import NOTHING, _pair_sums, pairs_layout
 from .dependent_launch import let_kernel_after_begin
 from .fp8_operands import byte_pairs_f16, interleave, load_query, ready
 from .gluon_names import (
@@ -42,7 +41,7 @@ from .loader import clear_hidden, prefetch_rows, uniform
 from .pages import BLOCK
 from .reduction import column_of, counter_of, meet, store_columns
 from .schedule import has_work, segment, split_slots
-from .softmax import LOG2E, log2, reciprocal, row_limits, visible_scores
+from .softmax import LOG2E, NOTHING, any_above, log2, pair_sums, pairs_layout, reciprocal, row_limits, visible_scores
 
 __all__ = ["scorer", "summer"]
 
@@ -73,21 +72,6 @@ def _scores(latent, rope, q_latent, q_rope, row_scale, rope_scale, stage, zero, 
     x = _products(latent.index(stage), q_latent.index(zero), S, ROWS)
     r, x = warpgroup_mma_wait(0, deps=[r, x])
     return x * row_scale.load(SliceLayout(0, S))[None, :] + r * rope_scale.load(SliceLayout(0, S))[None, :]
-
-
-@gluon.jit
-def _any_above(x, votes):
-    """Whether x exceeds LEEWAY anywhere in a tile of scores' layout: not 0 for all threads, which meet here."""
-    COLUMNS: gl.constexpr = x.shape[1] // 8
-    ALL: gl.constexpr = BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    # [warp, key pair, lane, columns, lane, column pair]: what a thread holds, without its neighbours
-    most = gl.max(gl.max(gl.max(gl.reshape(x, [4, 2, 8, COLUMNS, 4, 2]), 5), 3), 1)
-    vote = gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.reshape((most > LEEWAY).to(gl.int32), [4, 32])], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-    votes.store(gl.permute(vote, (1, 0)))
-    thread_barrier()
-    return gl.max(gl.reshape(votes.slice(0, 1).load(ALL), [4]), 0)
 
 
 @gluon.jit
@@ -135,7 +119,7 @@ def scorer(
                 x = visible_scores(x, i, limit, shared_keys, logit_cap, S, HAS_CAP)
                 above = x - ref[None, :]
                 p = gl.exp2(above)
-                above_leeway = _any_above(above, votes)
+                above_leeway = any_above(above, LEEWAY, votes)
                 p_handover.wait_for_room(used)
                 if above_leeway != 0:
                     new = gl.maximum(ref, gl.max(x, 0) - HEADROOM)
@@ -150,7 +134,7 @@ def scorer(
                 raised.store(gl.full([1], above_leeway, gl.int32, ONE))
                 fence_async_shared()
                 p_handover.give()
-                den = den + _pair_sums(p, PAIRS)
+                den = den + pair_sums(p, PAIRS)
                 used += 1
 
             total = gl.convert_layout(gl.sum(den, 0), SliceLayout(0, S), assert_trivial=True)
@@ -220,7 +204,7 @@ def summer(
     q_ptr, q_stride_token, q_stride_head, kv_scale, sm_scale, q_latent, q_rope, q_scale, q_scale_rope, q_ready,
     out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, part_out_ptr, part_lse_ptr, counter_ptr, counters, turn,
     latent, p_tile, alphas, raised, p_handover, closing, end_handover, empty, pages, piece, workers, tile, tiles, may_wait,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
 ):  # fmt: skip
     """The query of the first segment; weighted sums of the values, and the way out, segment after segment."""
     O: gl.constexpr = NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
@@ -304,7 +288,7 @@ def summer(
                 stay = stay * may_wait
                 meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
                      out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
-                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE, MANY_SPLITS)  # fmt: skip
         base = follow
         at = follow
         b += 1

@@ -451,7 +451,7 @@ def _mathematician(
     part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, keys, rope, top, top_rope, q_latent, q_rope, q_scale, q_scale_rope, p_tile, full, empty,
     pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
     HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr, NUM_WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax, values and the way out, segment after segment."""
     GROUPS: gl.constexpr = NUM_WARPS // 4
@@ -566,7 +566,7 @@ def _mathematician(
                 stay = stay * may_wait
                 meet(counter_of(counter_ptr, counters, turn, b * tiles + tile), waits, part_out_ptr, part_lse_ptr,
                      out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride, first_slot, next_slot, slot_step, splits, rank, stay,
-                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE)  # fmt: skip
+                     rows, q_first, first_row, HEADS, ROWS, WRITE_LSE, MANY_SPLITS)  # fmt: skip
         base = follow
         at = follow
         b += 1
@@ -587,7 +587,7 @@ def decode_mxfp4(
     workers, splits, tiles, sm_scale, logit_cap, may_wait,
     KIND: gl.constexpr, PAGE_SIZE: gl.constexpr, RAGGED_Q: gl.constexpr, LENS: gl.constexpr, ONE_PASS: gl.constexpr,
     MODE: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
-    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr,
+    GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """See the top of this file. Launch with ``num_warps`` = 4 for ROWS = 16 and 8 above."""
@@ -639,7 +639,7 @@ def decode_mxfp4(
                 q_ptr, q_stride_token, q_stride_head, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
                 part_out_ptr, part_lse_ptr, counter_ptr, counters, turn, keys, rope, top, top_rope, q_latent, q_rope, q_scale, q_scale_rope, p_tile, full, empty,
                 pages, piece, workers, tile, tiles, sm_scale, logit_cap, may_wait,
-                HEADS, ROWS, STAGES, MODE, CAUSAL, HAS_CAP, WRITE_LSE, num_warps)),
+                HEADS, ROWS, STAGES, MODE, CAUSAL, HAS_CAP, WRITE_LSE, MANY_SPLITS, num_warps)),
             (_expander, (
                 desc, desc_rope, cache_ptr, page_stride, token_stride, scale_ptr, scale_page_stride, scale_token_stride,
                 packed, packed_rope, arrived, keys, rope, top, top_rope, full, empty,

@@ -11,6 +11,10 @@ __all__ = ["BLOCK_KEYS", "HopperLaunch", "box_keys", "choose_launch"]
 
 #: Keys a tile.
 BLOCK_KEYS = 64
+#: More splits than these are merged in finer shares: ``reduction.FAR``.
+_MANY_SPLITS = 64
+#: Keys in tiles from which a sequence counts as long: 32768 keys.
+_LONG_BLOCKS = 512
 _KINDS = {"csr": 0, "block_table": 1, "contiguous": 2}
 
 
@@ -33,6 +37,7 @@ class HopperLaunch:
     grid: int
     may_wait: bool  #: all blocks run at once, so they may wait for each other (with patience)
     slots: int  #: partial results
+    many_splits: bool  #: the kernel has code for merging more than 64 splits of a sequence fast
 
     @property
     def partial_rows(self) -> int:
@@ -52,6 +57,17 @@ def _tile_rows(problem: DecodeProblem) -> int:
     # fp8_tile128 keeps four probability tiles, and one warpgroup holds the whole output.
     largest = 32 if problem.format == "fp8_tile128" or (problem.format == "bf16" and problem.q_dtype == "fp16") else 64
     return min(largest, next((n for n in (16, 32) if rows <= n), 64))
+
+
+def _may_be_cut_finely(problem: DecodeProblem, mode: int, workers: int) -> bool:
+    """Whether a sequence in more than 64 splits is to be expected. The code for it makes every other call up to 1 us slower where
+    there is something to merge (it no longer fits the instruction cache), so it is there only for long contexts, for few sequences
+    that get all the workers, and where the splits are given."""
+    if mode == 1:
+        return workers > _MANY_SPLITS
+    longest = problem.max_kv_len // BLOCK_KEYS
+    blocks = max(problem.total_kv // BLOCK_KEYS, 1)
+    return mode == 2 or longest >= _LONG_BLOCKS or longest * workers > _MANY_SPLITS * blocks
 
 
 def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> HopperLaunch:
@@ -97,4 +113,5 @@ def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> HopperLaunch:
         grid=grid,
         may_wait=mode == 0 and grid <= resident,
         slots=slots,
+        many_splits=rows == 16 and _may_be_cut_finely(problem, mode, workers),
     )

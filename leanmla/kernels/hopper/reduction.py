@@ -35,7 +35,7 @@ HEADER = gl.constexpr(4)
 #: Reads of the counter before a block stops waiting: about 50 us.
 _PATIENCE = gl.constexpr(64)
 _LEFT = gl.constexpr(65536)
-#: Splits beyond which a merge is shared out finer.
+#: Splits beyond which a merge is shared out finer, in kernels compiled for it (``HopperLaunch.many_splits``).
 FAR = gl.constexpr(64)
 
 
@@ -275,13 +275,13 @@ def meet(
     waits,  # 1 if this block may wait for the others
     part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
     first_slot, next_slot, slot_step, splits, rank, stay, rows, first_token, first_row, HEADS: gl.constexpr,
-    ROWS: gl.constexpr, WRITE_LSE: gl.constexpr,
+    ROWS: gl.constexpr, WRITE_LSE: gl.constexpr, MANY_SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Called by every block of a sequence once its partial result is stored; the output is complete when all have returned.
 
-    Up to four splits: wide shares, all splits at once; more: narrow shares, MANY splits at a time; more than FAR (16 rows only): shares
-    of four d, so that up to 128 blocks have one, and 128 splits at a time. The choice depends on the number of splits alone, because it
-    decides in which order they are added.
+    Up to four splits: wide shares, all splits at once; more: narrow shares, MANY splits at a time; more than FAR, with
+    MANY_SPLITS: shares of four d, so that up to 128 blocks have one, and 128 splits at a time. The choice depends on the number of splits
+    alone, because it decides in which order they are added.
     """
     UNIT: gl.constexpr = 128 * gl.num_warps() // ROWS  # d whose values give a thread four of them
     MANY: gl.constexpr = 16
@@ -296,7 +296,7 @@ def meet(
             for d0 in range(begin * (4 * UNIT), 512, step * (4 * UNIT)):
                 _merge(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
                        first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS, ROWS, WRITE_LSE, 4 * UNIT, 4)  # fmt: skip
-        elif ROWS == 16 and splits > FAR:
+        elif MANY_SPLITS and splits > FAR:
             for d0 in range(begin * 4, 512, step * 4):
                 _merge_many(part_out_ptr, part_lse_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride,
                             first_slot, next_slot, slot_step, splits, d0, rows, first_token, first_row, HEADS, ROWS, WRITE_LSE, 4, MANY)  # fmt: skip

@@ -5,11 +5,16 @@ registers, then eight lanes, then the four warps. The denominator stays spread o
 Scores are in base 2 (sm_scale times log2 e); masked scores are -inf by selection, so what they were does not matter.
 """
 
-from .gluon_names import gl, gluon
+from .gluon_names import BlockedLayout, DistributedLinearLayout, constexpr_function, gl, gluon, thread_barrier
+from .pages import BLOCK
 
-__all__ = ["LOG2E", "log2", "probabilities", "reciprocal", "row_limits", "visible_scores"]
+__all__ = [
+    "LOG2E", "NOTHING", "any_above", "log2", "pair_sums", "pairs_layout", "probabilities", "reciprocal", "row_limits", "visible_scores",
+]  # fmt: skip
 
 LOG2E = gl.constexpr(1.4426950408889634)
+#: Reference of a row that has seen nothing: a finite one, so that hidden keys, at -inf, weigh nothing.
+NOTHING = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
@@ -84,3 +89,33 @@ def probabilities(x, m, den, i, limit, shared_keys, logit_cap, S: gl.constexpr, 
     m, ref, alpha = _rescale(m, x)
     p = gl.exp2(x - (ref - P_SHIFT)[None, :])
     return p, m, den * alpha[None, :] + p, alpha
+
+
+@constexpr_function
+def pairs_layout(rows):
+    """[32 key pairs, rows] where the scores' layout holds both keys of a pair, k and k + 8, in a thread."""
+    registers = [[0, 1], *([0, 8 << k] for k in range((rows // 8).bit_length() - 1))]
+    return DistributedLinearLayout(registers, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [BLOCK // 2, rows])
+
+
+@gluon.jit
+def pair_sums(p, PAIRS: gl.constexpr):
+    """Sums of the two keys that a thread holds of a row: half as many registers as the keys."""
+    ROWS: gl.constexpr = p.shape[1]
+    a, b = gl.split(gl.permute(gl.reshape(p, [BLOCK // 16, 2, 8, ROWS]), (0, 2, 3, 1)))
+    return gl.convert_layout(gl.reshape(a + b, [BLOCK // 2, ROWS]), PAIRS, assert_trivial=True)
+
+
+@gluon.jit
+def any_above(x, LIMIT: gl.constexpr, votes):
+    """Whether x exceeds LIMIT anywhere in a tile of scores' layout: not 0 for all threads, which meet here."""
+    COLUMNS: gl.constexpr = x.shape[1] // 8
+    ALL: gl.constexpr = BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    # [warp, key pair, lane, columns, lane, column pair]: what a thread holds, without its neighbours
+    most = gl.max(gl.max(gl.max(gl.reshape(x, [4, 2, 8, COLUMNS, 4, 2]), 5), 3), 1)
+    vote = gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.reshape((most > LIMIT).to(gl.int32), [4, 32])], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    votes.store(gl.permute(vote, (1, 0)))
+    thread_barrier()
+    return gl.max(gl.reshape(votes.slice(0, 1).load(ALL), [4]), 0)
