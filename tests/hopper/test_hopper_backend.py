@@ -41,3 +41,9 @@ def test_fixed_splits_of_gathered_rows_stay_here(changes):
 )
 def test_code_for_very_many_splits_is_there_where_they_are_to_be_expected(changes, expected):
     assert choose_launch(PROBLEM.replace(**changes), H200).many_splits is expected
+
+
+@pytest.mark.parametrize("fmt, heads, warps", [("bf16", 64, "8 + 4 + 4"), ("fp8", 64, "8 + 4 + 4"), ("fp8", 16, "4 + 4")])
+def test_explain_names_the_roles(fmt, heads, warps):
+    problem = PROBLEM.replace(format=fmt, num_heads=heads)
+    assert dict(backends.get("hopper").launch_config(problem, H200).extra)["warps"] == warps

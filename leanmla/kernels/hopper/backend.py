@@ -125,7 +125,7 @@ class HopperBackend:
 
 def _warps(launch: HopperLaunch) -> str:
     """Warps of a block, role by role."""
-    scorer = "4 + " if launch.format == "bf16" and launch.rows == 64 else ""
+    scorer = "4 + " if launch.format in ("bf16", "fp8") and launch.rows == 64 else ""
     return f"{launch.num_warps} + {scorer}{4 if launch.gather or launch.format == 'mxfp4' else 1}"
 
 
