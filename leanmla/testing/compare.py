@@ -2,12 +2,13 @@
 
 The bound for an element is twice the error that the same computation makes in PyTorch at a kernel's precision (16-bit
 query, keys and probabilities, fp32 accumulation) anywhere in its row, plus a rounding floor of the output dtype. Probabilities are
-taken against two references, the row's largest logit and one a little higher, and the larger error counts: against the
-largest logit the heaviest key weighs exactly 1 and is not rounded at all, which is luck of the reference, not precision.
+taken against four references within an octave above the row's largest logit, and the largest error counts: how a weight is rounded depends on
+the reference, and against the largest logit itself the heaviest key weighs exactly 1 and is not rounded at all, which is luck, not precision.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ from .inputs import DecodeInputs
 
 __all__ = ["Report", "compare", "relative_error", "torch_at_kernel_precision"]
 
+#: How far, in octaves, references of the probabilities lie above the row's largest logit.
+REFERENCES = (0.0, 0.25, 0.5, 0.75)
 LSE_FLOOR = 2e-4  #: absolute, plus 1e-6 of |lse|: fp32 sums of exact products
 
 
@@ -42,15 +45,17 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(difference / size) if size > 0 else float(difference)
 
 
-def torch_at_kernel_precision(inputs: DecodeInputs, above: float = 0.0) -> torch.Tensor:
-    """The operator in plain PyTorch with 16-bit keys and probabilities and fp32 accumulation: fp32 [total_q, H, 512].
+def torch_at_kernel_precision(inputs: DecodeInputs) -> torch.Tensor:
+    """The operator in plain PyTorch with 16-bit keys and probabilities and fp32 accumulation, against each of :data:`REFERENCES`.
 
-    Args:
-        above: how far the reference of the probabilities lies above the row's largest logit.
+    Returns:
+        fp32 [references, total_q, H, 512]. Sums are divided by that of the rounded probabilities, as kernels with a lagging reference
+        do, but with the first reference by the exact one.
     """
     q, case = inputs.q, inputs.case
     cache = inputs.cache.as_tokens() if inputs.table.kind == "contiguous" else inputs.cache
-    out = torch.zeros(*q.shape[:2], DIMS.v_head_dim, dtype=torch.float32, device=q.device)
+    out = torch.zeros(len(REFERENCES), *q.shape[:2], DIMS.v_head_dim, dtype=torch.float32, device=q.device)
+    above = torch.tensor(REFERENCES, device=q.device).mul(math.log(2)).view(-1, 1, 1)
     for b, (first, end) in enumerate(query_rows(q.shape[0], inputs.table.batch, inputs.qo_indptr)):
         keys = cache.gather(inputs.table.slots(b)).to(torch.bfloat16).float()
         n, q_len = keys.shape[0], end - first
@@ -60,9 +65,11 @@ def torch_at_kernel_precision(inputs: DecodeInputs, above: float = 0.0) -> torch
                 logits = q[first + i].float() @ keys[:visible].T * case.sm_scale
                 if case.logit_cap > 0:
                     logits = case.logit_cap * torch.tanh(logits / case.logit_cap)
-                p = torch.exp(logits - (logits.amax(-1, keepdim=True) + above))
-                weighted = p.to(torch.bfloat16).float() @ keys[:visible, : DIMS.v_head_dim]
-                out[first + i] = weighted / p.sum(-1, keepdim=True)
+                p = torch.exp(logits - logits.amax(-1, keepdim=True) - above)
+                rounded = p.to(torch.bfloat16).float()
+                total = rounded.sum(-1, keepdim=True)
+                total[0] = p[0].sum(-1, keepdim=True)
+                out[:, first + i] = rounded @ keys[:visible, : DIMS.v_head_dim] / total
     return out
 
 
@@ -91,8 +98,9 @@ def compare(
 
     error = (out.double() - want).abs()
     unit = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
-    both = (torch_at_kernel_precision(inputs, above) for above in (0.0, 0.5))
-    spread = torch.stack([(rough.double() - want).abs().amax(-1, keepdim=True) for rough in both]).amax(0)
+    spread = torch.zeros(*out.shape[:2], 1, dtype=torch.float64, device=out.device)
+    for rough in torch_at_kernel_precision(inputs):
+        spread = torch.maximum(spread, (rough.double() - want).abs().amax(-1, keepdim=True))
     scale = want.abs().amax(-1, keepdim=True)
     bound = 2 * spread + unit * want.abs() + 2.0**-9 * 0.25 * scale
     ratio = torch.where(error == 0, 0.0, error / bound)

@@ -175,6 +175,21 @@ def test_very_many_splits_are_merged_by_streams(monkeypatch):
     assert merged
 
 
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+def test_a_rows_bits_do_not_depend_on_other_rows(fmt, heads):
+    """Above all not where large scores raise the reference of one row of a tile."""
+    inputs = make_inputs(DecodeCase((330, 66), num_heads=heads, format=fmt))
+    before, lse_before = run(inputs)
+    inputs.q[0, 5] *= 300
+    inputs.q[1, 2, 17] = torch.inf if fmt == "bf16" else 0
+    out, lse = run(inputs)
+    same = torch.ones(out.shape[:2], dtype=torch.bool)
+    same[0, 5] = same[1, 2] = False
+    assert torch.equal(out[same], before[same]) and torch.equal(lse[same], lse_before[same])
+    assert not torch.equal(out[0, 5], before[0, 5])
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_nan_in_a_hidden_key_stays_there(fmt):
     inputs = make_inputs(DecodeCase((131, 66), q_lens=4, num_heads=4, format=fmt))

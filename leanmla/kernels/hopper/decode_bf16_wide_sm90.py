@@ -13,8 +13,8 @@ free, arrive and are used. A part arrives while the products of the one before r
 one as soon as it is free. With two stages that came and went as wholes a tile took 2.9 us, of which memory needs 2.1: a stage was taken
 for its transfer and for all that happened to it, one after the other. Gathered rows come and go as wholes.
 
-Weights are 2^(score - reference), and a reference need not be the largest score so far: it follows, for all rows at once, only when
-some score lies more than LEEWAY above its row's. That is the first tile and seldom another. Any other tile takes one vote of the
+Weights are 2^(score - reference), and a reference need not be the largest score so far: it follows only when a
+score lies more than LEEWAY above it. That is the first tile and seldom another. Any other tile takes one vote of the
 warps in the place of a maximum over the keys of every row (half of the softmax's time), and neither sums nor denominators are
 rescaled. Weights stay below 2^LEEWAY, so bf16 and the sums in fp32 hold them as well as those below 1. But the largest is no longer
 1, which bf16 holds exactly: sums are divided by that of the rounded weights, so that a key that outweighs all others still comes out
@@ -161,7 +161,9 @@ def scorer(
                 above_leeway = any_above(above, LEEWAY, votes)
                 p_handover.wait_for_room(used)
                 if above_leeway != 0:
-                    highest = gl.maximum(ref, gl.max(x, 0))
+                    # a row's reference follows its own scores alone, so that its bits do not depend on other rows
+                    highest = gl.max(x, 0)
+                    highest = gl.where(highest - ref > LEEWAY, highest, ref)
                     alpha = gl.exp2(ref - highest)
                     alphas.index(0).store(alpha)
                     factor = gl.convert_layout(alpha, SliceLayout(0, PAIRS), assert_trivial=True)[None, :]

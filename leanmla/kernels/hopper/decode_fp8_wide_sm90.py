@@ -7,8 +7,8 @@
     and fetch             | weights; wait until P is free   | O^T += V^T P^T
                           | P^T (and alpha) to shared memory| arrive empty[s] once the last are in registers; P is free
 
-As in ``decode_bf16_wide_sm90`` weights are 2^(score - reference), and references follow, for all rows at once, only when some score
-lies more than LEEWAY above its row's. Here P is fp16: a reference is put HEADROOM below the largest score, so that weights reach
+As in ``decode_bf16_wide_sm90`` weights are 2^(score - reference), and a reference follows only when a score lies more than LEEWAY
+above it. Here P is fp16: a reference is put HEADROOM below the largest score, so that weights reach
 from 2^LEEWAY = 2^15, within fp16, down to the 2^-14 where fp16 begins to lose bits: 2^21 below the largest at the least.
 
 Every tile takes the tensor cores 36 x 32 cycles for the scores, whether n = 128 holds both terms of 64 rows or, as here, n = 64 one
@@ -122,7 +122,9 @@ def scorer(
                 above_leeway = any_above(above, LEEWAY, votes)
                 p_handover.wait_for_room(used)
                 if above_leeway != 0:
-                    new = gl.maximum(ref, gl.max(x, 0) - HEADROOM)
+                    # a row's reference follows its own scores alone, so that its bits do not depend on other rows
+                    highest = gl.max(x, 0)
+                    new = gl.where(highest - ref > LEEWAY, highest - HEADROOM, ref)
                     alpha = gl.exp2(ref - new)
                     alphas.index(0).store(alpha)
                     den = den * gl.convert_layout(alpha, SliceLayout(0, PAIRS), assert_trivial=True)[None, :]
