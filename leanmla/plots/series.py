@@ -11,7 +11,8 @@ __all__ = ["looks_of"]
 def looks_of(run: Run) -> dict[str, Look]:
     """A look for each series of a run, ours first: the same in all of its pictures.
 
-    Colour and marker are the format's. The first backend is filled, with the format's dash; others are hollow and dotted.
+    Colour and marker are the format's. The first backend is filled, with the format's dash; the second is hollow and dotted, further ones
+    are half filled, with dots and dashes.
     """
     series: dict[str, Row] = {}
     for r in run.good:
@@ -28,5 +29,9 @@ def looks_of(run: Run) -> dict[str, Look]:
         if backend not in backends:
             backends.append(backend)
         look, place = look_of_format(r.format), backends.index(backend)
-        looks[by] = look if place == 0 else Look(look.colour, look.marker, (0, (1, place)), hollow=True)
+        if place == 1:
+            look = Look(look.colour, look.marker, (0, (1, 1)), hollow=True)
+        elif place > 1:
+            look = Look(look.colour, look.marker, (0, (4, 1.5, *(1, 1.5) * (place - 1))), half=True)
+        looks[by] = look
     return looks

@@ -29,13 +29,15 @@ class Look:
     marker: str
     dash: Any
     hollow: bool = False
+    half: bool = False  #: the marker's left half is filled
 
     @property
     def line(self) -> dict:
         """Keyword arguments of ``Axes.plot``."""
         face = "white" if self.hollow else self.colour
-        return {"color": self.colour, "marker": self.marker, "linestyle": self.dash, "markerfacecolor": face,
-                "markeredgecolor": self.colour}  # fmt: skip
+        style = {"color": self.colour, "marker": self.marker, "linestyle": self.dash, "markerfacecolor": face,
+                 "markeredgecolor": self.colour}  # fmt: skip
+        return {**style, "fillstyle": "left", "markerfacecoloralt": "white"} if self.half else style
 
 
 #: Lightness (CIE L*) 22, 35, 48, 58, 75: still an order in grey, and none too pale for white paper.

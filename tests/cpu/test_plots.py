@@ -33,7 +33,7 @@ if HAVE_MATPLOTLIB:
     from leanmla.plots.bench_plots import bench_figures, geomean_figure, save_bench_figures, speedup_figure, sweep_figure
     from leanmla.plots.roofline import roofline_figure
     from leanmla.plots.series import looks_of
-    from leanmla.plots.style import look_of_format
+    from leanmla.plots.style import draw, look_of_format
     from leanmla.plots.timeline import plot_timeline, timeline_figure
 
 
@@ -279,6 +279,21 @@ def test_backends_differ_by_filling_and_formats_by_marker():
         backend, fmt = by.split()
         assert look.hollow == (backend == "triton")
         assert (look.colour, look.marker) == (look_of_format(fmt).colour, look_of_format(fmt).marker)
+
+
+@needs_matplotlib
+def test_three_backends_of_one_format_look_different():
+    run = bench_run(contenders={f"{b} fp8": ("fp8", False, 0.9, 6.0) for b in ("hopper", "triton", "hopper_cuda", "cpu")})
+    for r in run.results:
+        r.backend = r.contender.split()[0]
+    looks = looks_of(run_of(run.document(), "x"))
+    assert len({(str(look.dash), look.hollow, look.half) for look in looks.values()}) == 4
+    assert [look.hollow + 2 * look.half for look in looks.values()] == [0, 1, 2, 2]
+    with draw(3, 3, "") as figure:
+        axes = figure.subplots()
+        for look in looks.values():
+            axes.plot([1, 2], [1, 2], **look.line)
+        figure.canvas.draw()
 
 
 def test_digits_keep_zeros():
