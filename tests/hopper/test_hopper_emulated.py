@@ -172,6 +172,7 @@ def test_very_many_splits_are_merged_by_streams(monkeypatch):
     monkeypatch.setattr(reduction, "_merge_many", seen)
     check(DecodeCase((700, 5), format="fp8", num_kv_splits=11))
     check(DecodeCase((500, 0), format="bf16", num_heads=5, num_kv_splits=7))
+    check(DecodeCase((700, 5), format="bf16", num_heads=7, num_kv_splits=200, q_std=4.0))  # more than one round
     assert merged
 
 
@@ -190,9 +191,10 @@ def test_a_rows_bits_do_not_depend_on_other_rows(fmt, heads):
     assert not torch.equal(out[0, 5], before[0, 5])
 
 
+@pytest.mark.parametrize("heads", [4, 16])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_nan_in_a_hidden_key_stays_there(fmt):
-    inputs = make_inputs(DecodeCase((131, 66), q_lens=4, num_heads=4, format=fmt))
+def test_nan_in_a_hidden_key_stays_there(fmt, heads):
+    inputs = make_inputs(DecodeCase((131, 66), q_lens=4, num_heads=heads, format=fmt))
     before, clean = run(inputs)
     slot = int(inputs.table.slots(0)[129])  # rows 2 and 3 of the first sequence see it
     page, offset = slot // inputs.cache.page_size, slot % inputs.cache.page_size

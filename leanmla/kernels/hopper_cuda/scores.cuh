@@ -253,15 +253,15 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
         products_wait<0>();
 
         float score[8], v[8];  // [2 of 8 rows][2 keys][2 rows]
-        u32 rough = 0;  // bit k: score k is too rough
+        bool precise_enough = true;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           const int h = k >> 1 & 1, j = (k >> 2) * 2 + (k & 1);
           score[k] = join_score(fmaf(latent[8 + k], 0.0625f, latent[k]), fmaf(rope[8 + k], 0.0625f, rope[k]), scale[0][j], scale[1][j], factor[h],
                                 rope_factor[h]);
-          if (fabsf(score[k]) > ROUGH_SCORE && (HAS_CAP || score[k] + e[h] > m[j] - FAR_BELOW)) rough |= 1u << k;
+          precise_enough &= !(fabsf(score[k]) > ROUGH_SCORE && (HAS_CAP || score[k] + e[h] > m[j] - FAR_BELOW));
         }
-        if (__builtin_expect(!__all_sync(~0u, rough == 0), 0)) {
+        if (__builtin_expect(!__all_sync(~0u, precise_enough), 0)) {
           float all[8] = {}, rope_only[8] = {};
 #pragma unroll 1
           for (int p = 0; p < 4; p++)
@@ -288,8 +288,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
 #pragma unroll
           for (int k = 0; k < 8; k++) {
             const int h = k >> 1 & 1, j = (k >> 2) * 2 + (k & 1);
-            // only those: the others' bits must not depend on them
-            if (rough >> k & 1) score[k] = join_score(all[k], rope_only[k], scale[0][j], scale[1][j], factor[h], rope_factor[h]);
+            score[k] = join_score(all[k], rope_only[k], scale[0][j], scale[1][j], factor[h], rope_factor[h]);
           }
         }
 #pragma unroll
@@ -338,8 +337,7 @@ DEVICE void score_segments(const Arguments& a, const Piece& piece, u32 shared, i
           float down[4];
 #pragma unroll
           for (int j = 0; j < 4; j++) {
-            // A row's reference follows its own scores alone, so that its bits do not depend on other rows.
-            const float raised = top[j] > now[j] + HEADROOM ? top[j] : now[j];
+            const float raised = fmaxf(now[j], top[j]);
             down[j] = exp2_fast(now[j] - raised);
             now[j] = raised;
           }
