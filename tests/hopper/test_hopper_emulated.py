@@ -162,7 +162,7 @@ def test_a_sequence_is_merged_together_or_by_the_last_to_arrive(monkeypatch):
 def test_very_many_splits_are_merged_by_streams(monkeypatch):
     reduction = emulated("reduction")
     monkeypatch.setattr(reduction, "FAR", 3)
-    monkeypatch.setattr("leanmla.kernels.hopper.launch._MANY_SPLITS", 3)
+    monkeypatch.setattr("leanmla.kernels.hopper.launch.FAR_SPLITS", 3)
     merge, merged = reduction._merge_many, []
 
     def seen(*args):

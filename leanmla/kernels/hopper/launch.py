@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from ...device import DeviceInfo
 from ...problem import DecodeProblem
 
-__all__ = ["BLOCK_KEYS", "HopperLaunch", "box_keys", "choose_launch"]
+__all__ = ["BLOCK_KEYS", "FAR_SPLITS", "HopperLaunch", "box_keys", "choose_launch"]
 
 #: Keys a tile.
 BLOCK_KEYS = 64
-#: More splits than these are merged in finer shares: ``reduction.FAR``.
-_MANY_SPLITS = 64
+#: More splits than these are merged in finer shares (``reduction``).
+FAR_SPLITS = 64
 #: Keys in tiles from which a sequence counts as long: 32768 keys.
 _LONG_BLOCKS = 512
 _KINDS = {"csr": 0, "block_table": 1, "contiguous": 2}
@@ -64,10 +64,10 @@ def _may_be_cut_finely(problem: DecodeProblem, mode: int, workers: int) -> bool:
     there is something to merge (it no longer fits the instruction cache), so it is there only for long contexts, for few sequences
     that get all the workers, and where the splits are given."""
     if mode == 1:
-        return workers > _MANY_SPLITS
+        return workers > FAR_SPLITS
     longest = problem.max_kv_len // BLOCK_KEYS
     blocks = max(problem.total_kv // BLOCK_KEYS, 1)
-    return mode == 2 or longest >= _LONG_BLOCKS or longest * workers > _MANY_SPLITS * blocks
+    return mode == 2 or longest >= _LONG_BLOCKS or longest * workers > FAR_SPLITS * blocks
 
 
 def choose_launch(problem: DecodeProblem, device: DeviceInfo) -> HopperLaunch:

@@ -26,6 +26,7 @@ splits' weights never leave it: no shuffles and no barriers.
 """
 
 from .gluon_names import BlockedLayout, DistributedLinearLayout, SliceLayout, constexpr_function, gl, gluon, thread_barrier
+from .launch import FAR_SPLITS
 from .softmax import log2, reciprocal
 
 __all__ = ["HEADER", "column_of", "counter_of", "meet", "store_columns", "turn_over"]
@@ -36,7 +37,7 @@ HEADER = gl.constexpr(4)
 _PATIENCE = gl.constexpr(64)
 _LEFT = gl.constexpr(65536)
 #: Splits beyond which a merge is shared out finer, in kernels compiled for it (``HopperLaunch.many_splits``).
-FAR = gl.constexpr(64)
+FAR = gl.constexpr(FAR_SPLITS)
 
 
 @gluon.jit
